@@ -16,6 +16,7 @@ from dp_partition.check.checked_call import CheckedEagerCall
 from dp_partition.eager.step import EagerStep
 from dp_partition.plan.placements import num_replicas, shard_world
 from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo
+from dp_partition.runtime.consensus import raise_naming_peers
 
 
 class DistributedRunner:
@@ -38,10 +39,16 @@ class DistributedRunner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; compare the first ones, until one cannot be compared."""
-        # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.
-        if self.eager.counts[self.number] < 2 + self.eager.is_sharded and not self.unchecked:
-            return CheckedEagerCall(self, args, kwargs).run()
-        return self.eager(args, kwargs, self.number)
+        count = self.eager.counts[self.number]
+        try:
+            # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.
+            if count < 2 + self.eager.is_sharded and not self.unchecked:
+                return CheckedEagerCall(self, args, kwargs).run()
+            return self.eager(args, kwargs, self.number)
+        except Exception as error:
+            subject = f"call {count + 1} of {self.name} on rank {dist.get_rank()}"
+            raise_naming_peers(error, self.eager.token, self.mesh, subject)
+            raise
 
     def leave_unchecked(self, reason: str) -> None:
         """Record that no call is compared from now on; warn if none was."""

@@ -41,6 +41,7 @@ from dp_partition.runtime.consensus import (
     collectives_digest,
     compare_values,
     largest_of,
+    raise_naming_peers,
 )
 from dp_partition.runtime.program import Program, bind_inputs, check_no_gradients, reconcile, store_outputs
 from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError, guarded, release, with_current_parameters
@@ -88,7 +89,15 @@ class Runner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one step on this rank's batch, as a graph."""
-        is_checked, binding = self.schedule.is_due(), self.binding
+        is_checked = self.schedule.is_due()
+        try:
+            return self.due_call(args, kwargs, is_checked)
+        except Exception as error:
+            raise_naming_peers(error, self.schedule.token, self.mesh, self.subject)
+            raise
+
+    def due_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_checked: bool) -> Any:
+        binding = self.binding
         if binding is None:
             call = read_arguments(self.name, args, kwargs)
             call.marked = self.marked
@@ -108,8 +117,7 @@ class Runner:
             later = self.later_call(binding, args, kwargs)
             if later is None:  # the caller has changed the model, on all ranks: it is placed anew
                 self.release()
-                self.schedule.calls -= 1
-                return self.call(args, kwargs)
+                return self.due_call(args, kwargs, is_checked)
             call, program, optimizers, is_new = later
             is_checked = is_checked or (is_new and self.settings.check != "never")
             program.is_new = False

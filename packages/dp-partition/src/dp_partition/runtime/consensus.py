@@ -23,6 +23,7 @@ from dp_partition._shared.consensus import (
     assert_consistent,
     capture_errors,
     message_device,
+    ranks_of,
     tensor_hashes,
 )
 from dp_partition._shared.problems import PlanError, Problem
@@ -35,6 +36,9 @@ from dp_partition.plan.placements import all_groups, shard_group, shard_world
 T = TypeVar("T")
 K = TypeVar("K")
 _PATIENCE_S = 10.0  # for ranks that enter a call later than a failed one
+_ANSWER_S = 3.0  # for ranks whose collective fails later than this one's
+# Words of errors of backends, which have no common class.
+_OF_COLLECTIVES = ("gloo", "NCCL", "Timed out waiting", "another rank died", "Connection closed", "Connection reset")
 
 HINT = (
     "run the same step on every rank, with the same model and the same arguments of compile; under global semantics "
@@ -99,6 +103,44 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
     while not (is_complete := store.check(keys)) and not store.check([verdict]) and time.monotonic() < until:
         time.sleep(0.01)  # a store cannot wait for either of two keys
     return bool(store.compare_set(verdict, "", "yes" if is_complete else "no") == b"yes")  # the first verdict stays
+
+
+def raise_naming_peers(error: Exception, token: str, mesh: DeviceMesh, subject: str) -> None:
+    """Tell peers, through the store, how this rank's call has ended; raise with theirs if a collective has failed.
+
+    A rank that waits for a peer gets an error of the backend, without a rank: the peer may have died, raised, or gone
+    to another collective, whose error it then tells.
+
+    Args:
+        error: The error of this rank's call; it is not raised here if it is no collective's.
+        token: Text for the step, common to its ranks; empty if there is none.
+        mesh: The ranks.
+        subject: Call, step and this rank.
+
+    Raises:
+        RuntimeError: Call, rank, and what is known of every peer, in the first line.
+    """
+    text = f"{type(error).__name__}: {error}"
+    store = default_store() if token else None
+    if store is None or mesh.size() == 1:
+        return
+    own = dist.get_rank()
+    is_waiting = any(word in text for word in _OF_COLLECTIVES) and not isinstance(error, PlanError)
+    state = "waits for other ranks" if is_waiting else f"has raised {text.splitlines()[0][:200]}"
+    peers = {rank: f"{token}/end/{rank}" for rank in ranks_of(mesh) if rank != own}
+    try:
+        store.set(f"{token}/end/{own}", f"rank {own} {state} in {subject}")
+        until = time.monotonic() + _ANSWER_S * is_waiting
+        while not store.check(list(peers.values())) and time.monotonic() < until:
+            time.sleep(0.05)
+        heard = {rank: store.get(key).decode() for rank, key in peers.items() if store.check([key])}
+    except RuntimeError:  # rank 0, which has the store, has died
+        heard = {}
+    if is_waiting:
+        lines = [heard.get(rank, f"rank {rank} is absent: it has died, or waits elsewhere") for rank in peers]
+        shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} ranks more" if len(lines) > 4 else "")
+        hint = "parameters and state may be of different calls: load a checkpoint"
+        raise RuntimeError(f"{subject}: no answer in a collective: {shown}; {hint}") from error
 
 
 def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
