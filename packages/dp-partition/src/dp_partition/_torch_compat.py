@@ -243,6 +243,13 @@ def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
+def group_like(group: c10d.ProcessGroup, ranks: list[int]) -> c10d.ProcessGroup:
+    """Make another group of a group's ranks, with its timeout; a collective of these ranks."""
+    limit = group._get_backend(torch.device("cpu")).options._timeout
+    made: c10d.ProcessGroup = c10d.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    return made
+
+
 _FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager.shards", "dp_partition.runtime.state")  # ours too
 
 
@@ -304,6 +311,27 @@ def remove_fsdp(unit: torch.nn.Module) -> None:
     for module in unit.modules():
         _strip(module)
     _composable_state._module_state_mapping.pop(unit, None)  # else it could not be sharded again
+
+
+def hook_views_quietly(unit: Any) -> None:
+    """Let FSDP2 hook a module's outputs as ever, without torch 2.13's warning where one is a view.
+
+    A linear layer of a batch of sequences returns a view. The danger that torch warns of, ``output += x`` behind it,
+    is found where a step's first calls are compared with the step on a full copy.
+    """
+    state = unit._get_fsdp_state()
+    original = getattr(state, "_register_pre_backward_hook", None)
+
+    def register(output: Any) -> Any:
+        views = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not any(x._base is not None for x in views) or torch._C._are_functorch_transforms_active():
+            return original(output)  # type: ignore[misc]
+        for x in views if torch.is_grad_enabled() else ():
+            x.register_hook(state._pre_backward)
+        return output
+
+    if original is not None:
+        state._register_pre_backward_hook = register
 
 
 def reset_fsdp(units: Iterable[Any]) -> None:

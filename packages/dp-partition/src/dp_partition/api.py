@@ -114,7 +114,7 @@ def distribute(
     if problems:
         raise PlanError(problems, "dp_partition.distribute")
     settings = Settings(parsed, comm=CommConfig(int(bucket_mb * (1 << 20)), reduce_dtype=reduce_dtype), check=check)
-    steps = steps_of(functions)
+    steps = steps_of(functions, mesh)
     is_sharded = parsed is not DataParallelStyle.REPLICATE
     eager = EagerStep(steps, mesh, ", ".join(map(name_of, steps)), settings.comm, is_sharded, full, observe)
     made = [DistributedStep(DistributedRunner(eager, number, settings)) for number in range(len(steps))]

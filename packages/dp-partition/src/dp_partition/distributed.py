@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dp_partition._shared.problems import PlanError, Problem
@@ -14,7 +14,7 @@ from dp_partition._torch_compat import uncompiled
 from dp_partition.capture.fingerprint import FunctionReads
 from dp_partition.check.checked_call import CheckedEagerCall
 from dp_partition.eager.step import EagerStep
-from dp_partition.plan.placements import num_replicas, shard_world
+from dp_partition.plan.placements import num_replicas, shard_world, warn_on_first
 from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo
 from dp_partition.runtime.consensus import raise_naming_peers
 
@@ -54,7 +54,9 @@ class DistributedRunner:
         """Record that no call is compared from now on; warn if none was."""
         self.unchecked = reason
         if not self.checked:
-            warnings.warn(f"{self.name}: no call is compared with the step on a full copy: {reason}", stacklevel=5)
+            warn_on_first(
+                self.mesh, f"{self.name}: no call is compared with the step on a full copy: {reason}", stacklevel=5
+            )
 
     def checks(self) -> str:
         """Return the placement and the checked calls as text for the plan."""
@@ -87,13 +89,13 @@ def not_placed(name: str) -> Problem:
     return Problem("not-sharded", name, found="nothing is placed yet", hint="call the step once")
 
 
-def steps_of(functions: list[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
+def steps_of(functions: list[Callable[..., Any]], mesh: DeviceMesh) -> tuple[Callable[..., Any], ...]:
     """Return the functions as they run: of one under `torch.compile` the original, with a warning."""
     steps = tuple(map(uncompiled, functions))
     for step, function in zip(steps, functions, strict=True):
         if step is not function:
             text = f"{name_of(step)}: of a compiled step the original runs; compile the model"
-            warnings.warn(text, stacklevel=4)
+            warn_on_first(mesh, text, stacklevel=4)
     return steps
 
 

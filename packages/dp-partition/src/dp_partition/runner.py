@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,9 +31,10 @@ from dp_partition.capture.state import (
 from dp_partition.capture.tracer import asks_for_values, defined_at, trace_problem, user_line
 from dp_partition.check.checked_call import CheckedCall, CheckSchedule
 from dp_partition.pipeline import build_program
-from dp_partition.plan.placements import num_replicas, shard_world
+from dp_partition.plan.placements import num_replicas, shard_world, warn_on_first
 from dp_partition.plan.plan import PartitionPlan, Settings, TensorInfo, plan_placements
 from dp_partition.runtime.consensus import (
+    HINT,
     agree_on,
     announce,
     are_all_announced,
@@ -60,7 +60,7 @@ class Runner:
         self.function = closing(self.original)
         self.name = getattr(self.function, "__name__", type(self.function).__name__)
         if self.original is not function:
-            warnings.warn(f"{self.name}: of a compiled step the original runs; compile the model", stacklevel=3)
+            warn_on_first(mesh, f"{self.name}: of a compiled step the original runs; compile the model", stacklevel=3)
         self.share = share  # another runner; its placed parameters are used
         self.sharers: list[Runner] = []  # other runners with this one's placed parameters
         if share is not None:
@@ -272,7 +272,7 @@ class Runner:
                     self.marked = call.marked = ()
                     reason = str(error).strip().splitlines()[-1]
                     text = f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}"
-                    warnings.warn(text, stacklevel=2)
+                    warn_on_first(self.mesh, text, stacklevel=2)
                 else:
                     self.live[call.spec], call.live = None, frozenset()
         try:
@@ -304,6 +304,7 @@ class Runner:
             )
         self.num_traces += 1
         self.check_reach(call)
+        step_state.reads.clear()
         self.reads = FunctionReads(self.original)  # globals and objects may be others than at the last trace
         step_state.reads.follow(self.reads.names)
         before = self.key_of(step_state, call)
@@ -313,6 +314,8 @@ class Runner:
             changes = contents.changes()
             contents.restore_modules()  # before the key is computed again: a cache in an attribute is no state
             self.check_python_state(before, self.key_of(step_state, call), changes)
+            outputs = program.capture.returned.outputs
+            step_state.reads.leave(entry.key for entry in outputs if entry.kind == "attribute")
         except Exception as error:
             contents.restore()
             if isinstance(error, PlanError) or not asks_for_values(error):
@@ -381,7 +384,8 @@ class Runner:
         # The key is computed here: a trace with symbols may have been replaced by one without.
         self.programs.setdefault(self.key_of(binding.step_state, call, optimizers), []).append(program)
         if self.num_traces == MANY_TRACES + 1:
-            warnings.warn(
+            warn_on_first(
+                self.mesh,
                 f"{self.name} was traced {self.num_traces} times: each new shape, and each new Python value among its "
                 "arguments, takes a trace. Where lengths change, pass mark_dynamic=1 to compile, or the dim that they "
                 "are in, or pad batches to few lengths; pass numbers that change in tensors",
@@ -405,7 +409,7 @@ class Runner:
             leaves = named_leaves(self.original, call.args, call.kwargs)  # in the order of the signature
             name = next((name for name, leaf in leaves if leaf is new), "")
             text = f"{self.name} is traced again for argument {name}, {old!r} and then {new!r}; each takes a trace"
-            warnings.warn(f"{text}: keep a text that no line reads outside of the step", stacklevel=5)
+            warn_on_first(self.mesh, f"{text}: keep a text that no line reads outside of the step", stacklevel=5)
 
     def later_call(
         self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -441,7 +445,10 @@ class Runner:
 
         attempted, error = capture_errors(attempt)
         is_traced = attempted is None or attempted[1].is_new
-        is_alone = self.mesh.size() == 1
+        is_alone, facts = self.mesh.size() == 1, dict[str, str]()
+        if is_traced and attempted is not None:
+            facts |= self.facts(binding.plan, attempted[1], attempted[0].leaves)
+        differs = bool(facts) and facts not in self.agreed
         communicates = not is_alone and self.latest is not None and self.latest.communicates
         if self.settings.dynamic and self.settings.check != "never":
             sizes = {} if attempted is None else attempted[1].sizes_of(attempted[0].leaves)
@@ -456,7 +463,9 @@ class Runner:
             has_agreed = is_alone
             if not is_alone:
                 announce(self.trace_label, dist.get_rank())
-                has_agreed = are_all_announced(self.trace_label, ranks_of(self.mesh), waits=error is not None)
+                has_agreed = are_all_announced(
+                    self.trace_label, ranks_of(self.mesh), waits=error is not None or differs
+                )
             is_new = has_agreed or not communicates
         else:
             is_new = has_agreed = False
@@ -466,8 +475,10 @@ class Runner:
             changed = isinstance(error, ModelChangedError)
             if all([changed] if is_alone else all_gather_objects(self.mesh, changed, self.name)):
                 return None
-        facts = {} if attempted is None else self.facts(binding.plan, attempted[1], attempted[0].leaves)
-        if has_agreed or self.settings.semantics == "global" or (facts and facts not in self.agreed):
+        if differs and not has_agreed and self.settings.semantics == "local" and not self.settings.dynamic:
+            reason = f"call {self.schedule.calls} has other collectives on this rank alone; the others run their graph"
+            raise PlanError(Problem("ranks-disagree", self.name, found=reason, hint=HINT))
+        if has_agreed or self.settings.semantics == "global" or differs:
 
             def outcome() -> tuple[None, Mapping[str, str]]:
                 if error is not None:

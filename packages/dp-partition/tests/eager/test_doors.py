@@ -212,7 +212,7 @@ def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> N
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style)
-            assert len(caught) == (make is not in_self)
+            assert len(caught) == (make is not in_self and ranks.rank == 0)  # one warning a job
             mine = slice(4 * ranks.rank, 4 * ranks.rank + 4)
             for x, y in batches:
                 step(x[mine], y[mine])
@@ -231,12 +231,10 @@ def test_a_step_of_new_values_in_each_call_warns(ranks: Ranks, is_length: bool) 
     weight, model = [1.0], models.seeded(mlp)
     compiled = dp.compile(scaled_by(partial(max, weight)), mesh=ranks.mesh((2,), ("dp",)))
     own = ADAMW(model.parameters())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with models.warns_once(ranks, "was traced 9 times"):
         for call in range(11):
             weight[0] = 1.0 if is_length else 1 / (call + 1)
             compiled(model, own, *batch(2 * call + ranks.rank, 4 + call * is_length))
-    assert ["was traced 9 times" in str(one.message) for one in caught] == [True]
 
 
 @pytest.mark.ranks(2)
@@ -452,7 +450,7 @@ def test_a_second_text_is_named_at_its_trace(ranks: Ranks) -> None:
     optim = ADAMW(model.parameters())
     compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", check="first")
     compiled(model, optim, *batch(0, 4), tag="one")
-    with pytest.warns(UserWarning, match="traced again for argument tag, 'one' and then 'two'"):
+    with models.warns_once(ranks, "traced again for argument tag, 'one' and then 'two'"):
         compiled(model, optim, *batch(1, 4), tag="two")
 
 

@@ -269,8 +269,8 @@ def use_first_sizes(graph: fx.Graph, mode: FakeTensorMode) -> None:
 class Output:
     """One value returned by the graph: for the user, or to install.
 
-    ``kind`` is user, buffer, state, hyper (``key`` is the `Hyperparameter`), or argument: the gradient left by backward
-    on a tensor argument.
+    ``kind`` is user, buffer, state, hyper (``key`` is the `Hyperparameter`), attribute (``key`` is a module and a name:
+    a tensor that a forward leaves there), or argument: the gradient left by backward on a tensor argument.
     """
 
     kind: str
@@ -360,6 +360,9 @@ def collect_outputs(
                     reason = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
                     raise PlanError(Problem("python-state", fqn, found=reason, hint=hint))
     new += [(value, Output("hyper", key=hyper)) for hyper, value in written.items()]
+    for module in step_state.reads.modules:
+        left_there = [(key, value) for key, value in vars(module).items() if isinstance(value, FakeTensor)]
+        new += [(value, Output("attribute", key=(module, key))) for key, value in left_there]
     new += [(x.grad, Output("argument", str(n))) for n, x in enumerate(fakes.args) if x.is_leaf and x.grad is not None]
     values += [value.detach() if isinstance(value, torch.Tensor) else value for value, _ in new]
     return values, Returned([*outputs, *(output for _, output in new)], leaves, spec)

@@ -289,6 +289,9 @@ def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
 _forward_names: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = weakref.WeakKeyDictionary()
 
 
+_ABSENT = object()
+
+
 class ModuleReads:
     """Structure of modules, and their values beside parameters and buffers."""
 
@@ -296,6 +299,8 @@ class ModuleReads:
         self.roots = list(roots)
         self.names: frozenset[str] = frozenset()  # that the step's own code uses: it may read attributes of a model
         self.modules: list[nn.Module] = []  # the roots and all modules in them
+        # attributes in which a graph leaves a tensor, by module and name, with their value in front of the first trace
+        self.left: dict[tuple[nn.Module, str], Any] = {}
         # modules, their hooks, the names of their tensors, and which of those are None, at the last `look`
         self.structure: tuple[Any, ...] | None = None
         self.look()
@@ -305,6 +310,21 @@ class ModuleReads:
         if not self.names.issuperset(names):
             self.names |= frozenset(names)
             self._find_places()
+
+    def leave(self, attributes: Iterable[tuple[nn.Module, str]]) -> None:
+        """Let attributes in which a graph leaves a tensor count no more: a forward writes them before it reads them."""
+        new = {place: vars(place[0]).get(place[1], _ABSENT) for place in attributes if place not in self.left}
+        self.left |= new
+        if new:
+            self._find_places()
+
+    def clear(self) -> None:
+        """Put the attributes back in which graphs have left tensors, for a trace that starts as the first one."""
+        for (module, key), value in self.left.items():
+            if value is _ABSENT:
+                vars(module).pop(key, None)
+            else:
+                vars(module)[key] = value
 
     def look(self) -> bool:
         """Read the structure again; return True if it has changed."""
@@ -322,7 +342,10 @@ class ModuleReads:
             names = map(tuple, (m._modules.values(), m._parameters, m._buffers, *hooks))
             # A buffer, or the bias of nn.Linear(bias=False), that is None until a caller assigns a tensor.
             present = map(operator.is_not, (*m._parameters.values(), *m._buffers.values()), itertools.repeat(None))
-            rows.append((m, len(vars(m)), type(m), type(m).forward, *names, *present))
+            size = len(vars(m))
+            if self.left:
+                size -= sum(owner is m and key in vars(m) for owner, key in self.left)
+            rows.append((m, size, type(m), type(m).forward, *names, *present))
         return tuple(rows)
 
     def _find_places(self) -> None:
@@ -333,6 +356,7 @@ class ModuleReads:
             for module in self.modules
             for key, value in vars(module).items()
             if key not in _OF_TORCH and not isinstance(value, nn.Module) and _counts(value)
+            if (module, key) not in self.left
             if type(value) in PLAIN_TYPES
             or key == "forward"
             or key in self.names

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -46,7 +45,7 @@ from dp_partition.check.reference import (
     run_reference,
 )
 from dp_partition.nodes import meta_of
-from dp_partition.plan.placements import all_groups
+from dp_partition.plan.placements import all_groups, warn_on_first
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.state import Binding, Snapshot, full_tensor, live_tensors, local_tensor
 
@@ -358,7 +357,8 @@ class CheckedCall:
         if reason not in self.runner.unchecked:
             self.runner.unchecked.append(reason)
             if "memory" in reason:
-                warnings.warn(f"{self.runner.name} is not checked against its eager run: {reason}", stacklevel=2)
+                text = f"{self.runner.name} is not checked against its eager run: {reason}"
+                warn_on_first(self.runner.mesh, text, stacklevel=2)
 
 
 def free_bytes(device_type: str) -> int:

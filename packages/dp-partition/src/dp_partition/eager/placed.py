@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dp_partition._shared.consensus import device_types, named_collective, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import flat_group, storage_key
+from dp_partition._torch_compat import flat_group, group_like, storage_key
 from dp_partition.runtime.state import ASSIGN_HINT, ASSIGNED
 
 
@@ -35,7 +35,7 @@ class PlacedShards:
         self.group = flat_group(mesh)
         self.meets = "cpu" in device_types(dist.get_backend_config(self.group)) and mesh.size() > 1
         if self.meets and self.parameters:
-            self.group = dist.new_group(ranks_of(mesh), use_local_synchronization=True)
+            self.group = group_like(self.group, ranks_of(mesh))
         self.hold()
 
     def hold(self) -> None:
@@ -59,7 +59,7 @@ class PlacedShards:
         return held.issuperset(map(id, self.parameters.values()))
 
     def start_call(self) -> None:
-        self.versions = [p._local_tensor._version for p in self.parameters.values()]  # type: ignore[attr-defined]
+        self.versions = [p._version for p in self.parameters.values()]
 
     def end_call(self, call: int, results: list[DTensor], *, always: bool) -> None:
         """Meet the peers at the end of a call.
@@ -75,9 +75,8 @@ class PlacedShards:
             PlanError: On every rank: ``ranks-diverge`` where ranks have written other shards since they met last, or
                 return other results; ``rank-failed`` if one has raised.
         """
-        now = [p._local_tensor._version for p in self.parameters.values()]  # type: ignore[attr-defined]
-        written = bytes(new != old for new, old in zip(now, self.versions, strict=True))
-        self.digest = zlib.crc32(written, self.digest)
+        written = [p._version != old for p, old in zip(self.parameters.values(), self.versions, strict=True)]
+        self.digest = zlib.crc32(bytes(written), self.digest)
         self.results = zlib.crc32(repr([(x.shape, x.dtype, x.placements) for x in results]).encode())
         if not self.parameters or self.mesh.size() == 1 or not (self.meets or always):
             return

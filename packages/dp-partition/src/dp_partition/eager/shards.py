@@ -29,7 +29,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import become, has_gradient_hooks, is_backward_unfinished, is_in_backward, pytree
+from dp_partition._torch_compat import (
+    become,
+    has_gradient_hooks,
+    hook_views_quietly,
+    is_backward_unfinished,
+    is_in_backward,
+    pytree,
+)
 from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.runtime.state import place_loaded
@@ -208,6 +215,7 @@ def shard(
         if mesh.device_type == "cpu":  # gloo has no average in reduce-scatter
             unit.set_force_sum_reduction_for_comms(True)
         _refuse_writes(unit)
+        hook_views_quietly(unit)
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     for root, named in before:
         now = dict(root.named_parameters())

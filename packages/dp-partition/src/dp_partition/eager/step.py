@@ -10,7 +10,6 @@ Several steps over one model (those of a GAN) have one placement: each of them r
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -53,9 +52,10 @@ from dp_partition.eager.shards import (
     repoint,
     shard,
 )
+from dp_partition.plan.placements import warn_on_first
 from dp_partition.plan.plan import CommConfig
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct
+from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct, is_of_collective
 
 
 @dataclass
@@ -160,8 +160,8 @@ class EagerStep:
         try:
             with self.reducer.call(number), self._traps():
                 result = self.call(number, args, kwargs)
-        except Exception:
-            if placed is not None:
+        except Exception as error:
+            if placed is not None and not is_of_collective(error):
                 placed.leave()
             raise
         if placed is not None:
@@ -236,7 +236,7 @@ class EagerStep:
             raise PlanError([Problem("full-parameters", name, found=why, hint=hint) for name, why in rows[:8]])
         if rows:
             text = f"{len(rows)} of {len(self.parameters)} parameters stay full on every rank"
-            warnings.warn(f"{self.name}: {text}: {' '.join(rows[0])}", stacklevel=4)
+            warn_on_first(self.mesh, f"{self.name}: {text}: {' '.join(rows[0])}", stacklevel=4)
         self.reducer.remove()  # shards are reduced by FSDP2
         self.parameters = shard(reach, self.parameters, self.units, self.mesh, self.comm.reduce_dtype)
         full = {name: p for name, p in self.parameters.items() if name in self.units.full}

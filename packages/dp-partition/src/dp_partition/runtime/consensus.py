@@ -30,13 +30,14 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import collectives, default_store
 from dp_partition.analysis import carried_names
 from dp_partition.backends import gathered
+from dp_partition.capture.tracer import user_line
 from dp_partition.nodes import is_collective
 from dp_partition.plan.placements import all_groups, shard_group, shard_world
 
 T = TypeVar("T")
 K = TypeVar("K")
 _PATIENCE_S = 10.0  # for ranks that enter a call later than a failed one
-_ANSWER_S = 3.0  # for ranks whose collective fails later than this one's
+_ANSWER_S = 5.0  # for ranks whose collective fails later than this one's
 # Words of errors of backends, which have no common class.
 _OF_COLLECTIVES = ("gloo", "NCCL", "Timed out waiting", "another rank died", "Connection closed", "Connection reset")
 
@@ -105,6 +106,11 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
     return bool(store.compare_set(verdict, "", "yes" if is_complete else "no") == b"yes")  # the first verdict stays
 
 
+def is_of_collective(error: Exception) -> bool:
+    """Return True for the error of a collective that a peer has left, or never entered."""
+    return any(word in str(error) for word in _OF_COLLECTIVES) and not isinstance(error, PlanError)
+
+
 def raise_naming_peers(error: Exception, token: str, mesh: DeviceMesh, subject: str) -> None:
     """Tell peers, through the store, how this rank's call has ended; raise with theirs if a collective has failed.
 
@@ -125,8 +131,10 @@ def raise_naming_peers(error: Exception, token: str, mesh: DeviceMesh, subject: 
     if store is None or mesh.size() == 1:
         return
     own = dist.get_rank()
-    is_waiting = any(word in text for word in _OF_COLLECTIVES) and not isinstance(error, PlanError)
-    state = "waits for other ranks" if is_waiting else f"has raised {text.splitlines()[0][:200]}"
+    is_waiting = is_of_collective(error)
+    where = user_line(error)
+    waits = f"waits for other ranks{where or ' at its end'}"
+    state = waits if is_waiting else f"has raised {text.splitlines()[0][:200]}{where}"
     peers = {rank: f"{token}/end/{rank}" for rank in ranks_of(mesh) if rank != own}
     try:
         store.set(f"{token}/end/{own}", f"rank {own} {state} in {subject}")

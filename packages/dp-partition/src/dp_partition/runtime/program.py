@@ -162,6 +162,7 @@ def reconcile(binding: Binding) -> OptimizerReads:
             changes += [(name, "is not there any more") for name in sorted(before - after)]
             raise ModelChangedError([Problem("model-changed", n, found=change, hint=REPLACED) for n, change in changes])
         binding.index_slots()
+        binding.check_in_place()  # a layer of the same names in the place of another has parameters of its own
         binding.built = step_state.reads.structure
     for slot, module, attribute, name in binding.buffer_slots:
         now = module._buffers[attribute]
@@ -303,6 +304,9 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
                 group[entry.key.key].fill_(value)
             else:
                 group[entry.key.key] = value
+        elif entry.kind == "attribute":
+            module, key = entry.key
+            vars(module)[key] = value
         elif entry.kind == "argument":
             tensor = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][int(entry.name)]
             # Not in place: after a mismatch the check puts the old gradient back.
