@@ -323,7 +323,7 @@ def test_two_steps_over_one_model(ranks: Ranks, style: Any, door: Any) -> None:
         for (g, d, og, od), rows, functions in ((ours, mine, (first, second)), (alone, slice(None), (d_step, g_step))):
             functions[0](g, d, od, x[rows], z[rows])
             functions[1](g, d, og, z[rows])
-    checked = runner_of(second).num_checked if door is dp.compile else len(runner_of(second).checked)
+    checked = runner_of(second).schedule.num_checked if door is dp.compile else len(runner_of(second).checked)
     assert checked >= 2
     first.release()
     trained, expected = ([*g.parameters(), *d.parameters()] for g, d, *_ in (ours, alone))
@@ -616,3 +616,27 @@ def test_a_forward_that_reads_what_its_last_call_left_is_a_mismatch(ranks: Ranks
     called(model, optim, x)
     with pytest.raises(dp.PlanError, match="check-mismatch"):
         called(model, optim, x)
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_a_model_in_shards_is_refused_with_the_way_on_and_runs_within_unsharded(ranks: Ranks) -> None:
+    def step(model: Any, optim: Any, x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    called = dp.distribute(step, mesh=ranks.mesh((2,), ("dp",)))
+    x = torch.randn(4, 8, dtype=torch.float64)
+    for _ in range(3):
+        called(model, optim, x)
+    with pytest.raises(dp.PlanError, match=r"already-applied.*step.unsharded"):
+        copy.deepcopy(model)
+    with called.unsharded():
+        copied = copy.deepcopy(model)
+        want = model(x)
+    assert torch.equal(copied(x), want) and type(copied) is nn.Sequential
+    called(model, optim, x)
+    called.release()
+    assert torch.equal(copy.deepcopy(model)(x), model(x)) and not torch.equal(model(x), want)

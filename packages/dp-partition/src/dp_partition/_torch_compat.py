@@ -244,12 +244,14 @@ def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
 
 
 def group_like(group: c10d.ProcessGroup, ranks: list[int]) -> c10d.ProcessGroup:
-    """Make another group of a group's ranks, with its timeout; a collective of these ranks."""
-    limit = group._get_backend(torch.device("cpu")).options._timeout
-    made: c10d.ProcessGroup = c10d.new_group(ranks, timeout=limit, use_local_synchronization=True)
-    return made
+    """Make another group of a group's ranks for the CPU alone, with its timeout; a collective of these ranks."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    settings: Any = {"backend": str(backend.name()), "timeout": backend.options._timeout}
+    group_again: c10d.ProcessGroup = c10d.new_group(ranks, use_local_synchronization=True, **settings)
+    return group_again
 
 
+_OF_FSDP = ("__composable_api", "__deepcopy__")  # attributes of its modules; the second is ours
 _FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager.shards", "dp_partition.runtime.state")  # ours too
 
 
@@ -261,7 +263,7 @@ def _is_from_fsdp(hook: Any) -> bool:
 def without_fsdp(value: Any) -> tuple[type, dict[str, Any]]:
     """Return an object's class from before `fully_shard`, and its attributes without FSDP2's, hooks included."""
     kind = type(value).__mro__[2] if isinstance(value, FSDPModule) else type(value)
-    own = {key: one for key, one in vars(value).items() if not key.startswith("__composable_api")}
+    own = {key: one for key, one in vars(value).items() if not key.startswith(_OF_FSDP)}
     for key, table in own.items():
         if "_hooks" in key and isinstance(table, dict) and any(map(_is_from_fsdp, table.values())):
             own[key] = type(table)((n, hook) for n, hook in table.items() if not _is_from_fsdp(hook))
@@ -302,7 +304,7 @@ def without_fsdp_in(root: torch.nn.Module) -> Iterator[None]:
             table.update(kept | new)
         for unit, kind, own in units:
             unit.__class__ = kind
-            vars(unit).update({key: one for key, one in own.items() if key.startswith("__composable_api")})
+            vars(unit).update({key: one for key, one in own.items() if key.startswith(_OF_FSDP)})
 
 
 def remove_fsdp(unit: torch.nn.Module) -> None:

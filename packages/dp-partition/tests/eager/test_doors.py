@@ -217,7 +217,7 @@ def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> N
             for x, y in batches:
                 step(x[mine], y[mine])
             assert step.num_traces == 1 and len(step.plan.params) == 6
-            checked += runner_of(step).num_checked
+            checked += runner_of(step).schedule.num_checked
             step.release()
             for got, want in zip(model.parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
@@ -540,3 +540,29 @@ def test_buffers_stay_each_ranks_own(ranks: Ranks) -> None:
         compiled(model, optim, x, y, call > 2)
         if call:
             torch.testing.assert_close(statistics.running_mean, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("door", [dp.distribute, dp.compile])
+def test_torch_raises_no_false_alarm_around_a_step(ranks: Ranks, door: Any) -> None:
+    """A linear layer of sequences returns a view, and a scheduler looks at the optimizer's step."""
+    model = models.seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).double())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optim, 2)
+
+    def step(model: nn.Module, optim: Any, x: torch.Tensor) -> Any:
+        loss = model(x).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        called = door(step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+        for call in range(4):
+            generator = torch.Generator().manual_seed(2 * call + ranks.rank)
+            called(model, optim, torch.randn(2, 3, 8, generator=generator, dtype=torch.float64))
+            scheduler.step()
+    assert [str(one.message) for one in caught] == []
+    assert all(isinstance(p, DTensor) for p in model.parameters()) and optim.param_groups[0]["lr"] == 0.1 * 0.1**2

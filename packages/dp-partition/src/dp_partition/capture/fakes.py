@@ -33,10 +33,11 @@ from dp_partition._torch_compat import (
     symbolic_size,
 )
 from dp_partition.capture.fingerprint import marked_dims
-from dp_partition.capture.inputs import SYMBOLS, Hyperparameter, close_arguments, open_result, read_optimizers
+from dp_partition.capture.inputs import SYMBOLS, close_arguments, open_result, read_optimizers
 from dp_partition.capture.phases import Phases
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
+from dp_partition.nodes import Hyperparameter, Input
 
 REACHED = (
     "it is reached through a list or an attribute that the step does not get as an argument",
@@ -45,24 +46,6 @@ REACHED = (
 
 Sizes = dict[tuple[int, int], Any]
 """Symbol of each marked size, by position among the tensor arguments and by dim."""
-
-
-@dataclass(frozen=True)
-class Input:
-    """One placeholder: ``kind`` is param, buffer, state, hyper, number or arg. ``key`` that of a state entry."""
-
-    kind: str
-    name: str
-    key: Any = None
-    optimizer: int = 0
-    hyper: Hyperparameter | None = None
-
-    @property
-    def label(self) -> str:
-        if self.kind == "hyper":
-            return self.name
-        tail = "" if self.key is None else f"_{self.key}"
-        return f"{self.kind}_{self.name}{tail}"
 
 
 @dataclass

@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,11 +27,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition._shared.function_names import contents, names_used
-from dp_partition._torch_compat import global_hooks
-
-if TYPE_CHECKING:
-    from dp_partition.capture.inputs import CallArguments, OptimizerReads
-    from dp_partition.capture.state import StepState
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 PLAIN_TYPES = frozenset(PLAIN)  # without subclasses
@@ -408,22 +403,3 @@ def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     except TypeError:
         return type(leaf), repr(leaf) if isinstance(leaf, slice) else None
     return type(leaf), leaf  # a generator, a fraction: held by the key
-
-
-def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads, optimizers: OptimizerReads) -> Any:
-    """Return all dependencies of a trace, hashable."""
-    training = tuple([module.training for module in step_state.reads.modules])
-    params = step_state.params.values()
-    trained = tuple(map(operator.attrgetter("requires_grad"), params))
-    # Attributes set by users (`p.no_decay`): a step may branch on them. A DTensor has one of torch's.
-    marks = [own for own in map(vars, params) if len(own) > ("_is_param" in own)]
-    attributes = fingerprint(marks) if marks else ()
-    autocast = tuple([torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) for on in ("cpu", "cuda")])
-    buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
-    placed = {id(module) for _, module in step_state.modules} if step_state.is_reached else ()
-    constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(placed), buffers, attributes)
-    keyed = call.leaves
-    if call.live:  # of these the type alone counts
-        keyed = [type(leaf) if at in call.live else leaf for at, leaf in enumerate(keyed)]
-    leaves = tuple(map(leaf_key, keyed, itertools.repeat(call.marked)))
-    return leaves, call.spec, training, trained, optimizers.key, constants

@@ -70,9 +70,7 @@ class EagerStep:
     full: str = "keep"  # ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise
     observes: bool = True  # the first call of each step runs on full parameters, and is watched
     units: Units = Units((), {})  # noqa: RUF009  # frozen; none before the placement
-    is_placed: bool = False
     token: str = ""  # unique to these steps on these ranks, for notes in the store; empty before the first call
-    num_calls: int = 0
     num_compared: int = 0  # number of comparisons of parameters between ranks
     counts: list[int] = field(default_factory=list)  # calls of each step
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # name -> parameter
@@ -90,10 +88,20 @@ class EagerStep:
     def __post_init__(self) -> None:
         self.counts = [0] * len(self.functions)
 
+    @property
+    def num_calls(self) -> int:
+        """Number of calls of all steps."""
+        return sum(self.counts)
+
+    @property
+    def is_placed(self) -> bool:
+        """Return True once parameters have been sharded."""
+        return self.shards is not None
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
         # A module may have new parameters, and a call may bring another module; mostly all are the same.
-        passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
+        passed = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
         if self.shards is not None:
             self.shards.check_assigned()
         roots = dict.fromkeys([*self.modules, *passed])
@@ -104,7 +112,6 @@ class EagerStep:
             self.start(args, kwargs, number)
         assert self.reducer is not None
         self.hold(args, kwargs, number)
-        self.num_calls += 1
         self.counts[number] += 1
         if not self.is_sharded or self.is_placed:
             return self.run_placed(number, args, kwargs)
@@ -128,7 +135,7 @@ class EagerStep:
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
         """Keep the arguments of a step's call in the place of its last one's."""
-        self.holders[number] = [one for one in (*args, *kwargs.values()) if not isinstance(one, torch.Tensor)]
+        self.holders[number] = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
 
     def new_parameters(self, roots: Iterable[nn.Module]) -> list[Any]:
         """Return parameters that were not there at the start; this runs in every call."""
@@ -208,7 +215,7 @@ class EagerStep:
         assert self.reducer is not None
         sparse = self.reducer.sparse_names()
         reasons |= dict.fromkeys(sorted(sparse), "has a sparse gradient")
-        reasons |= {names[one]: "a container looks it up by identity" for one in sorted(held)}
+        reasons |= {names[held_id]: "a container looks it up by identity" for held_id in sorted(held)}
         for optimizer in reach.optimizers:
             if why := optimizer_reason(optimizer, layout):
                 listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -243,9 +250,11 @@ class EagerStep:
         self.reducer = GradientReducer(full, flat_group(self.mesh), self.comm, self.name)
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
         # A wrapper that leaves out torch's own initialisation has no tables of hooks; the optimizer in it has them.
-        hooked = [one for one in self.optimizers if hasattr(one, "_optimizer_load_state_dict_post_hooks")]
-        self.handles = [one.register_load_state_dict_post_hook(take) for one in hooked]
-        self.is_placed, self.watch = True, None
+        hooked = [
+            optimizer for optimizer in self.optimizers if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+        ]
+        self.handles = [optimizer.register_load_state_dict_post_hook(take) for optimizer in hooked]
+        self.watch = None
         self.shards = PlacedShards(self.parameters, self.mesh, self.name)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
@@ -340,7 +349,7 @@ class EagerStep:
         if self.reducer is not None:
             self.reducer.remove()
         self.reducer, self.parameters, self.modules, self.units = None, {}, [], Units((), {})
-        self.is_placed, self.holders, self.shards = False, {}, None
+        self.holders, self.shards = {}, None
 
     def explain(self) -> str:
         """Return lines about the placement and the comparisons of ranks."""

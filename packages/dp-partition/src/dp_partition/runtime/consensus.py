@@ -171,12 +171,12 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
 def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
     """Return full plain copies of tensors, in their strides, shards on dim 0 by few large messages; a collective."""
     world, shards, result = shard_world(mesh), dict[int, torch.Tensor](), list[torch.Tensor]()
-    for index, one in enumerate(placed):
-        if isinstance(one, DTensor) and one.placements[-1] == Shard(0):
-            shards[index] = one._local_tensor
-            result.append(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device))
+    for index, tensor in enumerate(placed):
+        if isinstance(tensor, DTensor) and tensor.placements[-1] == Shard(0):
+            shards[index] = tensor._local_tensor
+            result.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device))
         else:  # of any layout; expanded ones lose their overlap
-            result.append((one.full_tensor() if isinstance(one, DTensor) else one.detach()).clone())
+            result.append((tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone())
     chunks = {index: -(-result[index].shape[0] // world) for index in shards}  # one size; the last ones are padded
     # Ranks cut parts alike: by sizes of full tensors.
     for part in _parts({index: result[index] for index in shards}):

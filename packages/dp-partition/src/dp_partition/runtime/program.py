@@ -23,11 +23,10 @@ from dp_partition._shared.dtensor import as_dtensor
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import failed_node, is_gloo, pytree
 from dp_partition.backends import gather_into_buffers, reduce_scatter_as_all_to_all
-from dp_partition.capture.fakes import Input
 from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
 from dp_partition.capture.state import StepState, has_state, shared_memory
 from dp_partition.capture.tracer import Capture
-from dp_partition.nodes import is_collective, is_wait, meta_of, root_of
+from dp_partition.nodes import Input, is_collective, is_wait, meta_of, root_of
 from dp_partition.passes.insert_collectives import record_local_values
 from dp_partition.plan.placements import on_mesh, shard_group
 from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError
