@@ -19,7 +19,7 @@ import dp_partition as dp
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dp_partition import runner, traces
+from dp_partition import runner
 from dp_partition._torch_compat import pytree
 from dp_partition.api import runner_of
 from dp_partition.capture import fingerprint, inputs
@@ -189,10 +189,10 @@ MENDED: dict[str, Cause] = {
         lambda: patch.object(fingerprint.FunctionReads, "read", lambda self, *placed: ()),
         between=_set(CONFIG, "scale", 3.0),
     ),
-    "5 counter": Cause(counting, lambda: patch.object(traces.Traces, "check_python_state", lambda *args: None)),
+    "5 counter": Cause(counting, lambda: patch.object(runner.Traces, "check_python_state", lambda *args: None)),
     "6 groups swapped": Cause(
         lambda: plain,
-        lambda: patch.object(traces, "program_key", lambda *args: 0),
+        lambda: patch.object(runner, "program_key", lambda *args: 0),
         between=_swap_groups,
     ),
     "6 optimizer hook": Cause(

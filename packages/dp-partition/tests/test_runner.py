@@ -108,7 +108,7 @@ def test_other_batch_sizes_retrace_once(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_many_traces_warn_and_are_let_go(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dp_partition.traces.MOST_PROGRAMS", 3)
+    monkeypatch.setattr("dp_partition.runner.MOST_PROGRAMS", 3)
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), check="never")

@@ -21,7 +21,7 @@ from dp_partition.capture.inputs import read_arguments, read_optimizers
 from dp_partition.capture.state import find_step_state
 from dp_partition.plan.placements import fake_mesh
 from dp_partition.plan.plan import Style
-from dp_partition.traces import program_key
+from dp_partition.runner import program_key
 from ranktest import Ranks
 from torch import nn
 
