@@ -839,11 +839,12 @@ def _problem(scope: Scope, difference: Difference, place: str, *, has_cache: boo
         reason = f"a shard leaves the model as a plain tensor: {difference.detail}"
     if difference.kind == "raises":
         name, reason = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
-    hint = HINTS["cache" if difference.kind == "raises" and has_cache else difference.kind]
+    hints = getattr(vars(scope.module).get("forward"), "hints", None) or HINTS  # a style may have its own
+    hint = hints["cache" if difference.kind == "raises" and has_cache else difference.kind]
     if "mixed torch.Tensor and DTensor" in difference.detail:
         hint = "one of both is a DTensor: PrepareModuleInput(use_local_output=True) for plain parameters; a style of"
         hint += " your own that makes DTensors of parameters prepares the inputs too (distribute_module(input_fn=...))"
-    if difference.kind == "gradient" and difference.name not in scope.unstyled:
+    if difference.kind == "gradient" and difference.name not in scope.unstyled and hints is HINTS:
         hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
     return Problem(
         code, name, found=f"in region {str(scope)!r}: {reason}", hint=hint + '; check="never" skips the check'
