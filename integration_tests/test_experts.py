@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import shard_reshard
+import torch
 import tp_ddp_bridge
 import tp_styles
-import torch
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -80,7 +80,10 @@ def test_experts_inside_of_ddp_train_as_one_process(ranks: Ranks) -> None:
             optimizer.zero_grad()
         wrapped(x.chunk(2)[mesh["dp"].get_local_rank()]).square().mean().backward()
         alone(x).square().mean().backward()
-        norms = tp_ddp_bridge.clip_grad_norm_(wrapped.parameters(), 0.1), nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        norms = (
+            tp_ddp_bridge.clip_grad_norm_(wrapped.parameters(), 0.1),
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.1),
+        )
         torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
         for optimizer in optimizers:
             optimizer.step()

@@ -247,10 +247,11 @@ def experts_page(sizes: list[int], kept: Path | None) -> str:
         )
     ]
     rows = [
-        f"`ExpertParallel` on {sizes[0]} ranks beside one process, in float64. Of {len(names)} causal types with classes"
-        f" of experts {len(built)} build small and have experts then; two steps of SGD with whole experts spread:"
+        f"`ExpertParallel` on {sizes[0]} ranks beside one process, in float64. Of {len(names)} causal types with"
+        f" classes of experts {len(built)} build small and have experts then; two steps of SGD with experts spread:"
         f" {texts[0]}. The {len(classes)} classes of experts of transformers alone, output and all gradients, with"
-        f" tokens replicated and sharded: {texts[1]}; the others are made by no configuration of their folder so small.",
+        f" tokens replicated and sharded: {texts[1]}; the others are made by no configuration of their"
+        " folder so small.",
         "",
         "| model type | parameters in spread experts | outcome |",
         "|---|---|---|",

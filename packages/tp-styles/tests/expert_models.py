@@ -234,5 +234,3 @@ def full_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _learns(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-

@@ -100,7 +100,7 @@ def test_experts_and_ranks_without_tokens(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(4)
 def test_bytes_are_those_of_the_formula(ranks: Ranks) -> None:
-    """Each selected expert of another rank costs a row each way and in both passes; a routing weight beside each row."""
+    """Each selected expert of another rank costs a row each way in both passes, with a routing weight beside it."""
     mesh = ranks.mesh((4,), ("ep",))
     num_tokens, k, experts = 64, 3, moe.Stacked(8).double()
     random = torch.Generator().manual_seed(ranks.rank)

@@ -48,7 +48,7 @@ def test_families_of_transformers_by_their_own_plans(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.extra("transformers")
 def test_every_implementation_of_experts(ranks: Ranks) -> None:
-    """Grouped products take rows of multiples of 16 bytes: whole experts keep their rows, whatever the ranks' number."""
+    """Grouped products take rows of multiples of 16 bytes: whole experts keep their rows on any number of ranks."""
     import expert_models
 
     mesh, compared = ranks.mesh((2,), ("ep",)), 0

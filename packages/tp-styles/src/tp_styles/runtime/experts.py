@@ -82,10 +82,12 @@ class ExpertForward(ModuleForward):
         owned = Split.along(0, self.experts.count)
         ((self.first, stop),) = owned.ranges(axis.rank, axis.size)
         self.num_local = stop - self.first
-        self.summed: dict[str, torch.Tensor] = {}  # during a call: replicated parameters, each behind one node of autograd
+        self.summed: dict[
+            str, torch.Tensor
+        ] = {}  # during a call: replicated parameters, each behind one node of autograd
 
     def parameter_of(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor | None:
-        """Return a parameter; see `Forward.parameter_of`. A summed gradient is reduced once, however often it is read."""
+        """Return a parameter; see `Forward.parameter_of`. A summed gradient is reduced once a call."""
         return self.summed[name] if name in self.summed else super().parameter_of(owner, attribute, name)
 
     @without_compiler
@@ -104,7 +106,7 @@ class ExpertForward(ModuleForward):
                 if key in self.sums and (local := super().parameter_of(owner, attribute, key)) is not None:
                     self.summed[key] = local
             rows = self.run_experts(routed, given) if routed.hidden.shape[0] else self.no_rows(routed)
-            # A rank may not use a replicated parameter (the expert around it got no token): it joins the sum all the same.
+            # A rank without tokens for an expert may not use a replicated parameter: it joins the sum all the same.
             rows = _connected(rows, self.summed.values())
         finally:
             self.summed = {}
