@@ -139,7 +139,7 @@ class MoELM(nn.Module):
 class Block(nn.Module):
     """Attention and mixture, each after a norm."""
 
-    def __init__(self, parts: nn.Module) -> None:
+    def __init__(self, parts: Any) -> None:
         super().__init__()
         self.norm1, self.attn, self.norm2, self.moe = parts.norm1, parts.attn, parts.norm2, parts.moe
 
