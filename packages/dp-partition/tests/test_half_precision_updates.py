@@ -39,9 +39,9 @@ class Soap(Lamb):
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         product = gradient.T @ gradient
-        update: torch.Tensor = gradient @ (product / product.norm()) @ product
-        update: torch.Tensor = update / (update.norm() + 1e-12)
-        return update
+        update = gradient @ (product / product.norm()) @ product
+        scaled: torch.Tensor = update / (update.norm() + 1e-12)
+        return scaled
 
 
 class Factored(Lamb):
