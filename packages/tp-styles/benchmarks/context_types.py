@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 sys.path.insert(0, TESTS)
 
 KINDS = ("ulysses", "gather")
-EXACT = 1e-10
+EXACT = 1e-6
+"""Softmax and norms of most types compute in float32, whatever the type of their weights."""
 
 
 def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -582,6 +582,8 @@ def test_refusals(ranks: Ranks) -> None:
         {"kind": "gather", "order": "zigzag", "input_layouts": Shard(1)},
         {"pad": 0, "input_layouts": Shard(1)},
         {"gradients": "none"},
+        {"pad": 0, "output_layouts": Shard(1)},
+        {"kind": "gather", "order": "zigzag", "output_layouts": Shard(1)},
         {"output_layouts": Shard(2)},
     ):
         with pytest.raises(tp.PlanError):
@@ -618,6 +620,10 @@ def test_refusals(ranks: Ranks) -> None:
     tp.apply_plan(odd, mesh, tp.ContextParallel())
     with pytest.raises(tp.PlanError, match=r"3 heads over 2 ranks.*gather"):
         odd(input_ids=ids)
+    sliding = llama("mistral", sliding_window=4)
+    tp.apply_plan(sliding, mesh, tp.ContextParallel())
+    with pytest.raises(tp.PlanError, match=r"use_cache.*sliding window"):
+        sliding(input_ids=ids, use_cache=True)
     lone = llama()
     tp.apply_plan(lone, mesh, tp.ContextParallel(gradients="mean"))
     with pytest.raises(tp.PlanError, match=r"nothing averages them"):

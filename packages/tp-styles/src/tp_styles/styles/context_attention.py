@@ -259,13 +259,22 @@ def mask_of_transformers(
         mask_function = masks.and_masks(mask_function, masks.packed_sequence_mask_function(call.documents))
         make = partial(make, allow_is_causal_skip=False)
     make = partial(make, kv_length=call.length, mask_function=mask_function, attention_mask=attention_mask)
-    if state.attention.kind == "ulysses":
-        full: torch.Tensor | None = make(q_length=call.length, q_offset=0)
-        return full
-    make = partial(make, allow_is_causal_skip=False)  # without a mask the first query would be token 0
-    ranges = state.attention.moves.order.ranges(axis.rank, call.length)
-    rows = [make(q_length=stop - start, q_offset=start) for start, stop in ranges]
-    return None if any(one is None for one in rows) else torch.cat(rows, -2)
+    try:
+        return _rows(make, state.attention, call)
+    except IndexError as error:
+        hint = "the model makes a mask from its tokens' values (blocks of an image): pass a mask of 4 dims"
+        found = f"a mask function of this rank's tokens: {error}"
+        raise StyleInputError(Problem("unsupported-option", "attention_mask", found=found, hint=hint)) from error
+
+
+def _rows(make: Callable[..., torch.Tensor | None], attention: SequenceAttention, call: Call) -> torch.Tensor | None:
+    """Make a mask of all queries, or of this rank's."""
+    if attention.kind == "ulysses":
+        return make(q_length=call.length, q_offset=0)
+    ranges = attention.moves.order.ranges(attention.moves.axis.rank, call.length)
+    # Without a mask the first query would be token 0.
+    rows = [make(q_length=stop - start, q_offset=start, allow_is_causal_skip=False) for start, stop in ranges]
+    return None if any(one is None for one in rows) else torch.cat([one for one in rows if one is not None], -2)
 
 
 # ---------------------------------------------------------------------------------------------- own models

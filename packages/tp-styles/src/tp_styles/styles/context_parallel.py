@@ -111,6 +111,9 @@ class ContextParallel(ParallelStyle):
         if order == "zigzag" and (kind != "gather" or input_layouts != Replicate()):
             hint = "zigzag balances kind='gather' with full inputs; under Ulysses all ranks have equal work already"
             problems.append(Problem("conflicting-arguments", "order", found="zigzag", hint=hint))
+        if output_layouts != Replicate() and (order == "zigzag" or pad is not None):
+            hint = "Replicate(): gathered outputs have the order and the length of the inputs"
+            problems.append(Problem("conflicting-arguments", "output_layouts", found=str(output_layouts), hint=hint))
         if pad is not None and input_layouts != Replicate():
             hint = "pad before the sequence is sharded: this rank does not see its end"
             problems.append(Problem("conflicting-arguments", "pad", found=str(pad), hint=hint))
@@ -340,9 +343,10 @@ class ContextForward(Forward):
                 )
                 hint += " part of the model's graph"
                 self._refuse("unsupported-option", "gradient_checkpointing", "use_reentrant=True", hint)
-            if self.moves_tokens.order.is_zigzag and self._uses_cache(bound):
-                hint = "use_cache=False: its tokens would be out of order"
-                self._refuse("unsupported-option", "use_cache", "a cache beside zigzag", hint)
+            slides = getattr(config.get_text_config(), "sliding_window", None) is not None
+            if (self.moves_tokens.order.is_zigzag or slides) and self._uses_cache(bound):
+                hint = "use_cache=False: a rank would keep the last of its own tokens, or tokens out of order"
+                self._refuse("unsupported-option", "use_cache", "a cache beside zigzag or a sliding window", hint)
             if bound.get("return_dict") is False:
                 self._refuse("unsupported-option", "return_dict", "False", "outputs are found by name: leave it out")
         known = {*self.dims, *self.style.inputs, "attention_mask"}
