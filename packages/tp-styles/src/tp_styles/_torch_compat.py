@@ -116,7 +116,7 @@ gradient_like: Callable[[torch.Tensor, Any], DTensor] = partial(DTensor.__new__,
 
 def without_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that torch.compile runs as it is: the graph breaks around it. torch.compiler is loaded late."""
-    wrapped: Callable[..., Any] = torch._disable_dynamo(function)
+    wrapped: Callable[..., Any] = torch._disable_dynamo(function)  # type: ignore[attr-defined]  # private
     return wrapped
 
 

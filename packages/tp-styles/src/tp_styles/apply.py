@@ -125,15 +125,14 @@ class TPHandle:
             current
             for change in self._changes
             for name in change.replaced
-            if (split := change.splits.get(name)) is not None and any(section.first for section in split.sections)
-            or split is not None and [section.unit for section in split.sections] == [split.global_size]
+            if change.splits.get(name, Split()).is_on_one_rank
             if (current := change.module._parameters.get(name)) is not None
         ]
         if not shards:
             return
         everyone = self._axis.all_gather_objects([shard.grad is not None for shard in shards], "undo")
         for index, shard in enumerate(shards):
-            if shard.grad is None and any(one[index : index + 1] == [True] for one in everyone):
+            if shard.grad is None and any(has_gradient[index] for has_gradient in everyone):
                 shard.grad = torch.zeros_like(shard)
 
     def _parts(self) -> list[str]:

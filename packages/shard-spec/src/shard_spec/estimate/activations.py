@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from shard_spec._torch_compat import engine_references, memory_of, on_every_oper
 from shard_spec.estimate.autocast import Autocast
 from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
 from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
-from shard_spec.estimate.kernels import copied_operands, run_operator
+from shard_spec.estimate.kernels import copied_operands, flops_of, run_operator
 from shard_spec.estimate.roles import (
     Batch,
     expert_modules,
@@ -48,11 +48,8 @@ from shard_spec.estimate.roles import (
 )
 from shard_spec.estimate.step_options import Loss, StepOptions, policy_of
 from shard_spec.plan.axis_roles import AxisRoles
-from shard_spec.plan.metadata import original_of
-from shard_spec.plan.resolve import Resolution, resolve
-
-if TYPE_CHECKING:
-    from shard_spec.plan.content import PlanContent
+from shard_spec.plan.metadata import ModelMetadata, original_of
+from shard_spec.plan.resolve import Resolution
 
 _MAX_VALUES = 1 << 22  # a causal mask of 2,048 x 2,048
 _PRODUCTS = (
@@ -93,18 +90,14 @@ class ActivationEstimate:
         return "\n".join([text, *(f"- {note}" for note in (*self.notes, *self.assumptions))])
 
 
-def estimate_activations(
-    plan: PlanContent, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]
-) -> ActivationEstimate:
-    """Estimate one step; see ``ShardingPlan.activations``."""
-    resolution = resolve(plan, module)
-    step = run_on_shapes(resolution, module, batch, **options)
-    notes = step.notes
-    if step.roles.axes("expert") and expert_modules(resolution.metadata.parameters):
+def activations_of(step: Step, module: nn.Module, options: StepOptions) -> ActivationEstimate:
+    """Return the activations of a step; see ``ShardingPlan.activations``."""
+    notes = list(step.notes)
+    if step.roles.axes("expert") and expert_modules(step.metadata.parameters):
         notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
     if step.flow.values.reads_routes:
         notes.append("the forward reads a choice of topk (routing): it counts as even, experts in turn by token")
-    if any(each.stored_bytes is not None for each in resolution.metadata.parameters):
+    if any(each.stored_bytes is not None for each in step.metadata.parameters):
         notes.append("quantised weights: copies that kernels dequantise for a product are not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
@@ -119,7 +112,7 @@ def estimate_activations(
     return ActivationEstimate(step.local_bytes, peak, moment, *shares, tuple(notes), step.roles.assumptions, to_come)
 
 
-def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> _Step:
+def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> Step:
     """Run forward, loss and backward on the meta device, and return what was recorded."""
     module = original_of(module)
     dtype, loss, units = options.get("dtype"), options.get("loss", "causal-lm"), options.get("units")
@@ -146,7 +139,7 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     if checkpointing and "use_cache" in inspect.signature(module.forward).parameters:
         named.setdefault("use_cache", False)  # recomputed blocks would append their keys and values again
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
-    step = _Step(module, flow, loss, tokens if tokens is not None else (arguments, named), roles)
+    step = Step(module, flow, loss, tokens if tokens is not None else (arguments, named), roles, resolution.metadata)
     blocks = [module.get_submodule(name) for name in block_names(resolution.metadata)]
     members = units_of(resolution.metadata, units)
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
@@ -177,10 +170,12 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     return step
 
 
-class _Step(nn.Module):
+class Step(nn.Module):
     """Forward, loss and backward as one call: recomputation in backward needs the same parameters on meta."""
 
-    def __init__(self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any, roles: AxisRoles) -> None:
+    def __init__(
+        self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any, roles: AxisRoles, metadata: ModelMetadata
+    ) -> None:
         super().__init__()
         self.model = model
         self.notes: list[str] = []
@@ -188,6 +183,7 @@ class _Step(nn.Module):
         self.first_of_loss: int | None = None  # allocation of the logits
         self.flow = flow
         self.roles = roles
+        self.metadata = metadata
         self._loss, self._batch = loss, batch
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -534,7 +530,8 @@ class _Values:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a tensor. Tensors off meta are constants of the forward, such as index lists."""
         if tensor.is_meta:
-            return self._known.get(tensor)
+            values: torch.Tensor | None = self._known.get(tensor)
+            return values
         return None if memory_of(tensor) in self.host else tensor
 
     def _real(self, value: Any) -> Any:
@@ -548,6 +545,7 @@ class _Flow:
 
     def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool, autocast: Autocast) -> None:
         self.weights = weights  # by memory of a parameter or buffer
+        self.flops = 0  # of products, on one rank
         self._gathers = gathers  # scores over a sharded vocabulary
         self.autocast = autocast
         self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
@@ -578,6 +576,14 @@ class _Flow:
             shards = prod(self._axes[axis] for axis in self._cut.get(memory_of(each), ()))
             copies.append(self.timeline.allocate(-(-each.numel() * each.itemsize // shards)))
         result = self._observe(operator, args, kwargs)
+        if flops := flops_of(operator, args, kwargs, result):
+            memories = [memory_of(each) for each in tensors_of((args, kwargs))]
+            weights = [self.weights[memory] for memory in memories if memory in self.weights]
+            axes = frozenset().union(
+                *(self._cut.get(memory, frozenset()) for memory in memories),
+                *(each.column | each.row | each.ends | each.other for each in weights),
+            )
+            self.flops += flops // prod(self._axes[axis] for axis in axes)
         for copy in copies:
             self.timeline.free(copy)
         return result

@@ -73,7 +73,9 @@ def _whole_experts(model: nn.Module, tp_size: int, ep_size: int) -> dict[str, Pa
     names = expert_modules(model)
     if not names:
         hint = "ExpertParallel(parameters=, inputs=) takes modules of your own"
-        raise PlanError(Problem("unmatched-pattern", type(model).__name__, found="no experts that are known", hint=hint))
+        raise PlanError(
+            Problem("unmatched-pattern", type(model).__name__, found="no experts that are known", hint=hint)
+        )
     return {name: ExpertParallel() for name in names}
 
 

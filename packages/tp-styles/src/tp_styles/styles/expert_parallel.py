@@ -31,10 +31,10 @@ class ExpertParallel(ParallelStyle):
     """Hold whole experts on each rank, and send tokens to the ranks of their experts.
 
     For a module whose forward takes tokens, the indices of their experts, and routing weights: the experts of
-    transformers' mixtures, or a module of one's own. Its own code runs on the rows that arrive, with one expert each, so
-    a routing weight is used where the module uses it. The counts of rows are exchanged first; then two exchanges
-    in the forward pass, and two in the backward pass, send tokens and their gradients. Numbers of experts and tokens need
-    not divide by the number of ranks.
+    transformers' mixtures, or a module of your own. Its own code runs on the rows that arrive, with one expert each,
+    so a routing weight is used where the module uses it. The counts of rows are exchanged first; then two exchanges
+    in the forward pass, and two in the backward pass, send tokens and their gradients. Numbers of experts and tokens
+    need not divide by the number of ranks.
 
     Args:
         tokens: `"replicated"`: every rank has all tokens, as beside tensor parallelism; each sends an equal share of
@@ -115,7 +115,9 @@ class ExpertParallel(ParallelStyle):
             hint = "a module of experts has one block of rows for each expert in its parameters, or numbered modules:"
             hint += " name the parameters (parameters=) and num_experts="
             problems.append(Problem("module-kind", where, found=f"no experts in {kind}", hint=hint))
-        if len(inputs) < (min(needed, 2) if self.inputs else needed) or any(name not in (*info.arguments, *info.keyword_only) for name in inputs):
+        if len(inputs) < (min(needed, 2) if self.inputs else needed) or any(
+            name not in (*info.arguments, *info.keyword_only) for name in inputs
+        ):
             hint = "its forward takes tokens, the indices of their experts and routing weights: name them (inputs=)"
             reason = f"{kind}.forward({', '.join(info.arguments)})"
             problems.append(Problem("module-kind", where, found=reason, hint=hint))
