@@ -219,7 +219,7 @@ class _HeadsOf:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return self.own(value) if name == "sinks" else value
+        return self.own(value) if name == "sinks" and value is not None else value
 
 
 def mask_of_transformers(
