@@ -39,9 +39,11 @@ FULL_READS = (
     | _named("svd qr det logdet slogdet inverse pinverse matrix_power", torch, torch.Tensor)
     | _named("matrix_exp trace histc cosine_similarity", torch, torch.Tensor, F)
     | _named("uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_", torch.Tensor)
-    # Functions of `nn.init` with overrides of their own; others but `orthogonal_` end in one of these.
+    # Functions of `nn.init` with overrides of their own; others end in one of these.
     | _named("uniform_ normal_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_", nn.init)
     | {torch.eye: "eye", torch.Tensor.__setitem__: "a write by index"}
+    # These three write by functions and by index, past the other names; they are its only callers in torch.
+    | {torch.Tensor.ndimension: "nn.init's orthogonal_, eye_ or dirac_"}
 )
 """Function -> name of all that see a full weight."""
 

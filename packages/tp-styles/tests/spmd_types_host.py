@@ -45,14 +45,7 @@ def moved(outputs: Any, *, x: Any, transfer: Any, move: Any) -> None:
     spmd.assert_type(outputs, {group: after})
 
 
-def summed(outputs: Any, *, x: Any, axis: Any) -> None:
-    """Type of a replicated parameter whose gradient is summed."""
-    spmd.assert_type(x, {axis.group: I})
-    spmd.assert_type(outputs, {axis.group: R})
-
-
 redistribute._Moved.spmd_typecheck = staticmethod(moved)  # type: ignore[attr-defined]  # where spmd-types looks
-redistribute._SummedGradient.spmd_typecheck = staticmethod(summed)  # type: ignore[attr-defined]
 
 
 class Block(nn.Module):

@@ -103,15 +103,17 @@ class Comparison:
             self.count(name, full, largest(full_of(other)))
             # No gradient flows through a cache passed on to the next call.
             starts = not place.is_state and not any(word in place.path for word in ("past", "cache"))
-            outputs.append(Output(one, other, layout, [shape[index][0] for shape in shapes], is_output, starts))
+            outputs.append(
+                Output(one, other, layout, [shape[index][0] for shape in shapes], is_output, starts, place.path)
+            )
         return differences, outputs
 
     def first_difference(self, sharded: Run, reference: Run) -> str:
         """Return the first module with another full output in two traced runs, `""` for none."""
         different = [
             name
-            for name, others in reference.outputs.items()
-            for one, other in zip(sharded.outputs.get(name, ()), others, strict=False)
+            for name, others in reference.trace.outputs.items()
+            for one, other in zip(sharded.trace.outputs.get(name, ()), others, strict=False)
             if type(one) is type(other) is torch.Tensor
             and one.shape == other.shape
             and error(one, other) > self.tolerance
@@ -222,8 +224,8 @@ def gradient_differences(pairs: list[GradientPair], tolerance: float, floor: flo
     return differences
 
 
+# Norm of a difference, relative to the gradient's: of two independent halves of a sum each is off by 0.7.
 ONE_RANKS_PART = 0.4
-"""Norm of a difference, relative to the gradient's: of two independent halves of a sum each is off by 0.7."""
 
 
 def full_of(x: torch.Tensor) -> torch.Tensor:
@@ -241,10 +243,17 @@ class Output:
     shapes: list[tuple[int, ...]]
     is_output: bool = True
     starts_backward: bool = True
+    path: str = ""
+
+    @property
+    def is_local_shard(self) -> bool:
+        """True for features of one rank in a plain tensor."""
+        is_plain = self.is_output and not isinstance(self.sharded, DTensor)
+        return is_plain and self.layout == Shard(self.sharded.dim() - 1)
 
 
 def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[Any]]:
-    """Return (outputs, gradients) of the sharded run and of the reference."""
+    """Return [outputs, gradients] of the sharded run and of the reference."""
     ours: list[Any] = [[], []]
     wanted: list[Any] = [[], []]
     for output in outputs:

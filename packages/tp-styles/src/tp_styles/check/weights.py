@@ -26,8 +26,8 @@ from tp_styles.runtime.redistribute import TPGroup
 
 DRAWABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+# A weight without a larger element hides what is behind it like one of zeros.
 TINY = 1e-5
-"""A weight without a larger element hides what is behind it like one of zeros."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,8 +85,8 @@ def is_rate(module: nn.Module, name: str, value: Any) -> bool:
     return name == "rate" or ("drop" in name and "path" not in name and "layer" not in name)  # drop-path: equal draws
 
 
+# Modules and names of attributes that are dropout rates.
 Rates = list[tuple[nn.Module, str]]
-"""Modules and names of attributes that are dropout rates."""
 
 
 def rates_of(modules: Iterable[nn.Module]) -> Rates:

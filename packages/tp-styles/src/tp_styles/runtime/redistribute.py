@@ -157,8 +157,8 @@ def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim=dim)
 
 
+# Size of every rank's shard along one dim.
 Sizes = tuple[int, ...]
-"""Size of every rank's shard along one dim."""
 
 
 class Redistribute:
@@ -368,8 +368,10 @@ def refuse_transforms(name: str) -> None:
         StyleInputError: One is active.
     """
     if not is_compiling() and is_transformed():
-        hint = "torch.autograd.grad outside of transforms, and functional_call on shards, are right; undo() gives the"
-        hint += " full model"
+        hint = (
+            "torch.autograd.grad outside of transforms, and functional_call on shards, are right; undo() gives the"
+            " full model"
+        )
         problem = Problem("unsupported-option", name, found="a transform of torch.func, or forward mode", hint=hint)
         raise StyleInputError(problem)
 

@@ -113,12 +113,12 @@ class FullModelOnly:
         )
 
 
+# Method of a model of transformers -> the call to use.
 FULL_MODEL = {
     "save_pretrained": "on every rank save_pretrained(path, is_main_process=rank == 0,"
     " state_dict=tp_styles.full_state_dict(model))",
     "resize_token_embeddings": "resize before apply_plan; or handle.undo(), resize, and apply the plan again",
 }
-"""Method of a model of transformers -> the call to use."""
 
 
 class GlobalOnSave:
