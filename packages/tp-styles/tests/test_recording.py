@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
@@ -26,6 +27,7 @@ class Pair(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
         self.between = between
+        self.mean: Tensor
         self.register_buffer("mean", torch.zeros(()))
         self.auxiliary: Tensor | None = None
         self.writes, self.keeps, self.scale = False, "", nn.Parameter(torch.ones(WIDTH))
@@ -51,7 +53,12 @@ class Block(nn.Module):
         self.call, self.norm = call, nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.call(self, x))
+        result: Tensor = self.norm(x + self.call(self, x))
+        return result
+
+
+def block(first: Between, second: Between, call: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    return nn.Sequential(Block(first, second, call))
 
 
 PLAN = {"**.up": tp.ColwiseParallel(), "**.down": tp.RowwiseParallel()}
@@ -78,7 +85,8 @@ def checkpointed(block: Block, x: Tensor) -> Tensor:
 def teacher(block: Block, x: Tensor) -> Tensor:
     with torch.no_grad():
         target = block.first(x)
-    return block.inner(x) * target
+    result: Tensor = block.inner(x) * target
+    return result
 
 
 def by_keyword(block: Block, x: Tensor) -> Tensor:
@@ -97,14 +105,6 @@ def hidden_by_zero(block: Block, x: Tensor) -> Tensor:
     return in_order(block, x) * torch.zeros_like(x)
 
 
-def keeping(kind: str) -> Callable[[Block, Tensor], Tensor]:
-    def call(block: Block, x: Tensor) -> Tensor:
-        block.first.keeps = kind
-        return in_order(block, x)
-
-    return call
-
-
 # Name -> how the regions are called, the place of the mistake, the region that the error names.
 MISTAKES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, str]] = {
     "in an inner region": (in_order, "second", "inner.0"),
@@ -115,8 +115,8 @@ MISTAKES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, str]] = {
     "behind an argument by keyword": (by_keyword, "first", "first"),
     "in a region that writes to its input": (writing, "first", "first"),
     "hidden by a product with zero": (hidden_by_zero, "second", "inner.0"),
-    "in a value kept as an attribute": (keeping("attribute"), "", "first"),
-    "in a buffer": (keeping("buffer"), "", "first"),
+    "in a value kept as an attribute": (in_order, "", "first"),
+    "in a buffer": (in_order, "", "first"),
 }
 
 
@@ -126,7 +126,8 @@ def test_ten_mistakes_in_recorded_regions_are_found_and_their_right_twins_pass(r
     right = 0
     for name, (call, place, region) in MISTAKES.items():
         between = [wrong if place == key else torch.tanh for key in ("first", "second")]
-        model: Any = models.seeded(lambda between=between, call=call: nn.Sequential(Block(*between, call)))  # type: ignore[misc]
+        model: Any = models.seeded(partial(block, between[0], between[1], call))
+        model[0].first.keeps = "" if place else name.rpartition(" ")[2]
         before = {key: value.clone() for key, value in model[0].first.named_buffers()}
         tp.apply_plan(model, mesh, PLAN)
         for _ in range(2):  # what was refused is refused again
@@ -134,7 +135,7 @@ def test_ten_mistakes_in_recorded_regions_are_found_and_their_right_twins_pass(r
                 model(x)
         assert all(torch.equal(value, before[key]) for key, value in model[0].first.named_buffers()), name
         if place:
-            twin: Any = models.seeded(lambda call=call: nn.Sequential(Block(torch.tanh, torch.tanh, call)))  # type: ignore[misc]
+            twin: Any = models.seeded(partial(block, torch.tanh, torch.tanh, call))
             handle = tp.apply_plan(twin, mesh, PLAN)
             twin(x).sum().backward()
             report = handle.report()
@@ -165,14 +166,15 @@ class Head(nn.Module):
         return result
 
 
-LOSSES: dict[str, tuple[bool, Callable[[Any, Any], Tensor]]] = {
-    "cross entropy": (True, lambda logits, entropy: entropy(logits)),
-    "z-loss": (False, lambda logits, entropy: entropy(logits) + 1e-4 * logits.logsumexp(-1).square().mean()),
-    "z-loss by hand": (False, lambda logits, entropy: entropy(logits) + 1e-2 * logits.exp().sum(-1).log().mean()),
-    "mean": (False, lambda logits, entropy: logits.float().view(-1, logits.shape[-1]).mean()),
-    "max": (False, lambda logits, entropy: entropy(logits) + logits.amax(-1).mean()),
-    "softcap, then cross entropy": (True, lambda logits, entropy: entropy(3 * torch.tanh(logits / 3))),
-    "a norm of tokens": (False, lambda logits, entropy: torch.linalg.vector_norm(logits, dim=-1).mean()),
+# Name -> whether one rank's shard may be read so, and the part of the loss that is added to the cross entropy.
+LOSSES: dict[str, tuple[bool, Callable[[Any], Any]]] = {
+    "no more": (True, lambda logits: None),
+    "z-loss": (False, lambda logits: 1e-4 * logits.logsumexp(-1).square().mean()),
+    "z-loss by hand": (False, lambda logits: 1e-2 * logits.exp().sum(-1).log().mean()),
+    "mean": (False, lambda logits: logits.float().view(-1, logits.shape[-1]).mean()),
+    "max": (False, lambda logits: logits.amax(-1).mean()),
+    "a norm of tokens": (False, lambda logits: torch.linalg.vector_norm(logits, dim=-1).mean()),
+    "no part of the logits": (True, lambda logits: logits.new_ones(()) * 3),
 }
 
 
@@ -182,31 +184,25 @@ def test_a_loss_of_one_ranks_logits_is_refused_at_its_first_backward(ranks: Rank
     mesh = ranks.mesh((2,), ("tp",))
     x, target = torch.randn(4, 8, generator=torch.Generator().manual_seed(2)), torch.arange(4)
     refused = 0
-    for name, (is_right, loss) in LOSSES.items():
+    for name, (is_right, more) in LOSSES.items():
         alone: Any = models.seeded(Head)
-        loss(alone(x), lambda y: nn.functional.cross_entropy(y, target)).backward()
+        extra = more(alone(x))
+        (nn.functional.cross_entropy(alone(x), target) + (0 if extra is None else extra)).backward()
         for local in (True, False):
             model: Any = models.seeded(Head)
-            style = tp.ColwiseParallel(output_layouts=Shard(-1), use_local_output=local)
-            tp.apply_plan(model, mesh, {"head": style})
-
-            def entropy(y: Any, local: bool = local) -> Tensor:
-                return tp.vocab_parallel_cross_entropy(y, target, mesh=mesh if local else None)
-
+            tp.apply_plan(model, mesh, {"head": tp.ColwiseParallel(output_layouts=Shard(-1), use_local_output=local)})
+            logits = model(x)
+            loss = tp.vocab_parallel_cross_entropy(logits, target, mesh=mesh if local else None)
+            extra = more(logits)
+            if extra is not None:
+                loss = loss + (extra.full_tensor() if isinstance(extra, DTensor) else extra)
             if local and not is_right:
                 with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*loss.*on the ranks.*use_local_output"):
-                    loss(model(x), entropy).backward()
+                    loss.backward()
                 refused += 1
                 continue
-            if not local and name in ("z-loss by hand", "max"):
-                continue  # a mixture of DTensors and plain tensors, which torch refuses
-            value: Any = loss(model(x), entropy)
-            if not local and isinstance(value, torch.distributed.tensor.DTensor):
-                value = value.full_tensor()
-            value.backward()
+            loss.backward()
             gradient = models.full_gradients(model, mesh)["body.weight"]
-            torch.testing.assert_close(gradient, alone.body.weight.grad, atol=1e-6, rtol=1e-5)
-            assert type(model(x)) is not type(value) or local
-            if local:
-                assert type(model(x)) is Tensor  # the second call is not watched
+            torch.testing.assert_close(gradient, alone.body.weight.grad, atol=1e-6, rtol=1e-5, msg=f"{name} {local}")
+            assert type(model(x)) is (Tensor if local else DTensor)  # a second call is not watched
     assert refused == 5

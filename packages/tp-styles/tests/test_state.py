@@ -137,7 +137,7 @@ def test_moments_of_fused_shards_resume_through_dcp(ranks: Ranks, tmp_path: Path
         return model, optimizer
 
     model, optimizer = trained(PLAN, 3)
-    saved = get_optimizer_state_dict(model, optimizer)
+    saved: Any = get_optimizer_state_dict(model, optimizer)
     moment = saved["state"]["fused.weight"]["exp_avg"]
     assert moment.shape == (24, 8)
     expected = moment.full_tensor()
@@ -148,7 +148,7 @@ def test_moments_of_fused_shards_resume_through_dcp(ranks: Ranks, tmp_path: Path
     kinds = {type(v).__name__ for s in torch.load(buffer)["state"].values() for v in s.values()}
     assert kinds <= {"Tensor", "DTensor"}
     resumed, other = trained(PLAN, 1)
-    state = {"optimizer": get_optimizer_state_dict(resumed, other)}
+    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(resumed, other)}
     load(state, checkpoint_id=f"{folder}/moments")
     set_optimizer_state_dict(resumed, other, state["optimizer"])
     resumed.load_state_dict(model.state_dict())
@@ -162,5 +162,5 @@ def test_moments_of_fused_shards_resume_through_dcp(ranks: Ranks, tmp_path: Path
     load(state, checkpoint_id=f"{folder}/moments")
     full = state["optimizer"]["state"]["fused.weight"]["exp_avg"]
     assert torch.equal(full, expected)
-    offloaded = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    offloaded: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
     assert offloaded["state"]["fused.weight"]["exp_avg"].shape == (24, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import sys
 import warnings
@@ -30,7 +31,7 @@ from tp_styles.check import RUNNING, Running, running
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
 from tp_styles.check.losses import watch_loss
-from tp_styles.check.report import ALIKE, Result, Stage, Verdict, problem
+from tp_styles.check.report import ALIKE, Stage, Verdict, problem
 from tp_styles.check.runs import Original, Run, Trace, full_numel, has_fsdp_below
 from tp_styles.check.weights import Weights
 from tp_styles.plan.model import TPPlan
@@ -52,7 +53,7 @@ FLOAT64_LIMIT = 2**26
 
 @dataclass(frozen=True)
 class Declared:
-    """What styles declare of a scope's inputs.
+    """Declarations of styles about a scope's inputs.
 
     Attributes:
         layouts: Argument name -> layout, by a style on the module itself.
@@ -75,7 +76,7 @@ class Scope:
         module: The module.
         is_root: The plan was applied to it.
         inside: Scopes within it.
-        declared: What styles declare of its inputs.
+        declared: Declarations of styles about its inputs.
         has_partial_output: A style inside outputs a partial sum.
         verified: Modes with results equal to the original's, from full inputs to full outputs.
         done: Modes already checked, or impossible to check -> elements of the largest input.
@@ -165,19 +166,6 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Settings of both runs of a comparison.
-
-    Attributes:
-        dtype: Type of floats in both; None for the model's own.
-        lively: Constant inputs and weights give way to other numbers, and every floating parameter takes a gradient.
-    """
-
-    dtype: torch.dtype | None
-    lively: bool
-
-
-@dataclass(frozen=True)
 class Attempt:
     """An action on all ranks.
 
@@ -205,7 +193,8 @@ class Both:
     """The two runs of one call.
 
     Attributes:
-        setting: Settings of both.
+        dtype: Type of floats in both; None for the model's own.
+        lively: Constant inputs and weights give way to other numbers, and every floating parameter takes a gradient.
         copies: Arguments of the sharded run, and of the original's.
         weights: Makes the weights of both.
         sharded: The sharded run; None if something before it has failed.
@@ -215,8 +204,9 @@ class Both:
         precision: Precision and draws of both.
     """
 
-    setting: Setting
-    copies: tuple[Copies, Copies] | None = None
+    dtype: torch.dtype | None
+    lively: bool
+    copies: tuple[Copies, ...] = ()
     weights: Weights | None = None
     sharded: Attempt | None = None
     reference: Attempt | None = None
@@ -280,7 +270,7 @@ class Checker:
         self.names = {module: name for name, module in model.named_modules()}
         self.planned = frozenset(name for name, _ in model.named_parameters())
         self.unstyled = frozenset[str]()
-        self.results: dict[tuple[str, Mode], Result] = {}
+        self.results: dict[tuple[str, Mode], Verdict] = {}
         self.has_compared_replicas = False
         self.scopes: list[Scope] = []
         self.standing = dict(self.names)  # as of the last check: the model may have changed since the plan
@@ -330,21 +320,19 @@ class Checker:
         # Some code takes one type only (grouped products of experts no float64), some no other numbers (an id in a
         # float), or writes to a frozen parameter.
         dtypes = EXACT if scope.is_small else (None,)
-        for setting in (Setting(dtype, lively) for lively in (True, False) for dtype in dtypes):
-            both = self._runs(scope, call, setting, calls)  # the sharded one records the regions' calls
+        for lively, dtype in itertools.product((True, False), dtypes):
+            both = self._runs(scope, call, Both(dtype, lively), calls)  # the sharded one records the regions' calls
             for current in inner_first(calls):
                 checker, inner = current.checker, calls[current]
                 # Inputs that were recorded in the model's own type are compared in the most exact one.
-                is_open = current is not scope and setting.dtype is None and current.is_small
-                for dtype in EXACT if is_open else (setting.dtype,):
+                is_open = current is not scope and dtype is None and current.is_small
+                for exact in EXACT if is_open else (dtype,):
                     if inner.verdict.is_final:
                         break
-                    runs = both
-                    if current is not scope:
-                        runs = checker._runs(current, inner, Setting(dtype, setting.lively))
+                    runs = both if current is scope else checker._runs(current, inner, Both(exact, lively))
                     verdict = checker._compared(current, inner, runs)
                     inner.verdict = verdict if verdict.stage >= inner.verdict.stage else inner.verdict
-                    if verdict.differences and not (verdict.raises and setting.lively):
+                    if verdict.differences and not (verdict.raises and lively):
                         raise checker._error(current, inner, verdict)
             if call.verdict.is_final:
                 break
@@ -368,7 +356,7 @@ class Checker:
         try:
             inputs = Inputs(args, kwargs, self.axis, mode, layouts, names, inner_dims=inner_dims)
         except NotReady as error:  # the next call may have an empty cache
-            self.results[str(scope), mode] = Result(str(error))
+            self.results[str(scope), mode] = Verdict(failure=str(error))
             if mode in self.scopes[0].done and not (self.is_staged or self.results[str(self.scopes[0]), mode].reason):
                 scope.done[mode] = 1  # the root's check ran it; the first layer has filled a later one's cache
             return None
@@ -394,7 +382,7 @@ class Checker:
             unchecked = self._attempt(inputs.detach).failure
         if not unchecked:
             return Call(inputs, mode, size)
-        self.results[str(scope), mode] = Result(unchecked)
+        self.results[str(scope), mode] = Verdict(failure=unchecked)
         if is_root and inputs.differ:
             warnings.warn(f"{scope}: the sharded model is not checked: {unchecked}", stacklevel=5)
         scope.done[mode] = size
@@ -447,28 +435,27 @@ class Checker:
 
     # ------------------------------------------------------------------ both runs
 
-    def _runs(self, scope: Scope, call: Call, setting: Setting, calls: dict[Scope, Call] | None = None) -> Both:
+    def _runs(self, scope: Scope, call: Call, both: Both, calls: dict[Scope, Call] | None = None) -> Both:
         """Run the original on full weights, and the sharded module, on copies of a call's inputs.
 
         Args:
             scope: The scope.
             call: Its call.
-            setting: Settings of both runs.
+            both: Settings of both runs; completed with the runs.
             calls: Gets the calls of regions inside.
+
+        Returns:
+            The runs.
 
         Raises:
             CheckError: The original raised on some ranks only.
         """
-        both, dtype, noise = Both(setting), setting.dtype, setting.lively
+        dtype = both.dtype
         with self._isolated(call.mode) as constants:
-            ours = self._attempt(lambda: call.inputs.copies(dtype, full=False, noise=noise))
-            wanted = self._attempt(lambda: call.inputs.copies(dtype, full=True, noise=noise))
-            weights = self._attempt(lambda: Weights(scope.module, self.axis, dtype, lively=noise))
-            both.failure = ours.failure or wanted.failure or weights.failure
+            both.failure = self._prepare(scope, call, both)
             if both.failure:
                 return both
             constants.epsilon = 0.0  # copying is no part of the runs
-            both.copies, both.weights = (ours.value, wanted.value), weights.value
             # The original of a small scope runs first. It has no collectives: an error on one rank reaches all ranks,
             # instead of leaving the others waiting in the sharded run. A large scope's uses verified regions sharded.
             if scope.is_small:
@@ -480,16 +467,24 @@ class Checker:
             both.precision = constants.epsilon, constants.has_drawn
         return both
 
+    def _prepare(self, scope: Scope, call: Call, both: Both) -> str:
+        """Copy a call's inputs for both runs, and prepare their weights; return the text of an error."""
+        copies = partial(call.inputs.copies, both.dtype, noise=both.lively)
+        ours, wanted = self._attempt(partial(copies, full=False)), self._attempt(partial(copies, full=True))
+        weights = self._attempt(lambda: Weights(scope.module, self.axis, both.dtype, lively=both.lively))
+        both.copies, both.weights = (ours.value, wanted.value), weights.value
+        return ours.failure or wanted.failure or weights.failure
+
     def _compared(self, scope: Scope, call: Call, both: Both) -> Verdict:
         """Compare both runs: outputs, then gradients, then buffers; the same verdict on every rank."""
         may_leave, has_partial = self.may_leave or not scope.is_root, scope.has_partial_output
         comparison = Comparison(self.axis, has_partial, may_leave, only_first=not scope.is_root)
-        constant = call.inputs.is_constant or (call.inputs.has_noise and not both.setting.lively)
+        constant = call.inputs.is_constant or (call.inputs.has_noise and not both.lively)
         verdict = Verdict(compared=comparison.compared, blank=comparison.blank, is_constant=constant)
-        if both.copies is None or both.sharded is None:
+        if both.sharded is None:
             return verdict.failed(both.failure or (both.reference.failure if both.reference else ""))
         sharded, reference = both.sharded, both.reference
-        if sharded.value is None and (both.setting.dtype is not None or sharded.is_refusal):
+        if sharded.value is None and (both.dtype is not None or sharded.is_refusal):
             return verdict.failed(sharded.failure)
         with self._isolated(call.mode) as constants:
             constants.epsilon, constants.has_drawn = both.precision
@@ -527,9 +522,8 @@ class Checker:
             scope.verified.add(call.mode)
         return verdict
 
-    def _backward(self, verdict: Verdict, both: Both, sharded: Run, reference: Run, starts: list[Any]) -> str:
+    def _backward(self, verdict: Verdict, both: Both, sharded: Run, reference: Run, starts: tuple[Any, ...]) -> str:
         """Run both backwards; return the text of an error."""
-        assert both.copies is not None
         for run, copies, (outputs, gradients) in zip((sharded, reference), both.copies, starts, strict=True):
             with running(Running(is_original=run is reference)):  # a checkpoint runs forwards again
                 backward = self._attempt(partial(run.backward, outputs, gradients, copies.leaves))
@@ -540,9 +534,7 @@ class Checker:
 
     def _first_difference(self, scope: Scope, call: Call, both: Both, comparison: Comparison) -> str:
         """Run both once more, and return the first module with another output."""
-        dtype, noise = both.setting.dtype, both.setting.lively
-        ours = self._attempt(lambda: call.inputs.copies(dtype, full=False, noise=noise)).value
-        both.copies = ours, self._attempt(lambda: call.inputs.copies(dtype, full=True, noise=noise)).value
+        self._prepare(scope, call, both)  # once more: the runs have written to their own
         again = partial(self._run, scope, call.mode, both, keeps=True)
         runs = [self._attempt(partial(again, original=original)).value for original in (False, True)]
         return "" if None in runs else comparison.first_difference(*runs)
@@ -562,14 +554,14 @@ class Checker:
             CheckError: The model cannot be compared, and has layers that came after the plan.
         """
         verdict, mode = call.verdict, call.mode
-        result = self.results[str(scope), mode] = verdict.result()
+        self.results[str(scope), mode] = verdict
         if scope.is_root and not self.is_staged and verdict.stage == Stage.SHARDED:  # else the call itself will raise
             self._refuse_late_modules(scope, verdict)
         # A staged part may not run alone on full weights: other calls complete it.
-        if scope.is_root and result.reason and verdict.stage >= Stage.SHARDED + 2 * self.is_staged:
+        if scope.is_root and verdict.reason and verdict.stage >= Stage.SHARDED + 2 * self.is_staged:
             subject = "outputs" if verdict.stage < Stage.OUTPUTS else "gradients"
-            warnings.warn(f"{scope}: {subject} of the sharded model are not checked: {result.reason}", stacklevel=5)
-        if not (scope.is_root and result.reason == ALIKE):  # the next call is checked
+            warnings.warn(f"{scope}: {subject} of the sharded model are not checked: {verdict.reason}", stacklevel=5)
+        if not (scope.is_root and verdict.reason == ALIKE):  # the next call is checked
             scope.done[mode] = call.size
         if scope.is_root and not self.is_staged and mode[1] and verdict.local:
             watch_loss(scope.module, verdict.local, self.axis)
@@ -624,7 +616,6 @@ class Checker:
         record: Callable[..., None] | None = None,
     ) -> Run:
         """Run a forward on copies, sharded or as the original."""
-        assert both.copies is not None
         assert both.weights is not None
         others = self._checkers_below(scope.module)
         originals = [one for checker in (*others, self) for one in (*checker.originals, *checker.successors())]
@@ -779,7 +770,7 @@ def _note_compiled(scope: Scope, training: bool) -> None:
     mode, checker = (training, torch.is_grad_enabled()), scope.checker
     if mode in scope.done or RUNNING or (str(scope), mode) in checker.results:
         return
-    checker.results[str(scope), mode] = Result(f"compiled before its first call; {EAGER_CALL}")
+    checker.results[str(scope), mode] = Verdict(failure=f"compiled before its first call; {EAGER_CALL}")
     warnings.warn(f"{scope}: compiled before its first call, so it is unchecked: {EAGER_CALL}", stacklevel=2)
 
 

@@ -137,7 +137,7 @@ class OptimizerShard(SectionedTensor):
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain local tensor: a file of one rank stays one, and `torch.load` needs no class of ours."""
+        """Pickle a plain local tensor: a file of one rank stays one, and reading it needs no class of ours."""
         return self.plain().__reduce_ex__(protocol)
 
 

@@ -1,4 +1,4 @@
-"""What a check found: the verdict of one comparison, the lines of a report, and the problems of an error."""
+"""Findings of a check: the verdict of one comparison, the lines of a report, and the problems of an error."""
 
 from __future__ import annotations
 
@@ -64,39 +64,19 @@ class Verdict:
         """True if no run with other numbers, or in another type, is needed."""
         return self.stage == Stage.ALL or (bool(self.differences) and not self.raises)
 
-    def result(self) -> Result:
-        """Return the line for the report."""
-        reason = self.failure
-        if self.stage >= Stage.OUTPUTS and not reason:
-            if not self.compared:
-                reason = "its forward returns and keeps no tensors that could be compared"
-            elif self.is_constant:
-                reason = ALIKE
-        return Result(reason, self.compared, tuple(self.blank))
-
-
-@dataclass(frozen=True)
-class Result:
-    """Outcome of one scope's check in one mode, for the report.
-
-    Attributes:
-        reason: Reason against a comparison; `""` if there was one.
-        compared: Counts of compared values.
-        blank: Names of values without a comparison: zero in both runs, or without a gradient.
-    """
-
-    reason: str
-    compared: Compared = field(default_factory=Compared)
-    blank: tuple[str, ...] = ()
+    @property
+    def reason(self) -> str:
+        """The reason against a comparison; `""` if there was one."""
+        if not self.failure and self.stage >= Stage.OUTPUTS and not self.compared:
+            return "its forward returns and keeps no tensors that could be compared"
+        return self.failure or (ALIKE if self.is_constant and self.stage >= Stage.OUTPUTS else "")
 
     def __str__(self) -> str:
         if self.reason:
             return f"unchecked: {self.reason}"
-        text = f"equal to the original ({self.compared})"
-        if self.blank:
-            more = f" and {len(self.blank) - 8} more" if len(self.blank) > 8 else ""
-            text += f"; unchecked, zero or without a gradient in both runs: {', '.join(self.blank[:8])}{more}"
-        return text
+        more = f" and {len(self.blank) - 8} more" if len(self.blank) > 8 else ""
+        zeros = f"; unchecked, zero or without a gradient in both runs: {', '.join(self.blank[:8])}{more}"
+        return f"equal to the original ({self.compared}){zeros if self.blank else ''}"
 
 
 HINTS = {
