@@ -240,10 +240,14 @@ def apply_staged(
                 changes += apply_torch_style(planned, modules[planned.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(planned, modules[planned.name], axis, new_parameters)
-        for one in model.modules():
-            if hasattr(type(one), "resize_token_embeddings"):  # a model of transformers: refuse what takes a full one
-                vars(one).update({name: FullModelOnly(one, name) for name in FULL_MODEL})
-                changes.append(ModuleChange(one, removers=[KeyRemover(vars(one), name) for name in FULL_MODEL]))
+        for submodule in model.modules():
+            if hasattr(
+                type(submodule), "resize_token_embeddings"
+            ):  # a model of transformers: refuse what takes a full one
+                vars(submodule).update({name: FullModelOnly(submodule, name) for name in FULL_MODEL})
+                changes.append(
+                    ModuleChange(submodule, removers=[KeyRemover(vars(submodule), name) for name in FULL_MODEL])
+                )
         share_inputs(model, decided, axis)
         changes.append(ModuleChange(model, removers=install_regions(model, decided, axis, decided.regions)))
         if check != "never" and decided.modules:

@@ -273,7 +273,7 @@ class Checker:
         self.results: dict[tuple[str, Mode], Verdict] = {}
         self.has_compared_replicas = False
         self.scopes: list[Scope] = []
-        self.standing = dict(self.names)  # as of the last check: the model may have changed since the plan
+        self.present = dict(self.names)  # as of the last check: the model may have changed since the plan
         _watch(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ class Checker:
         vars(self).update(state)
         _watch(self)
 
-    def forget(self) -> None:
+    def check_again(self) -> None:
         """Check again, on every rank: the model has another module or parameter now."""
         if not any(scope.done for scope in self.scopes):
             return  # nothing checked so far
@@ -312,7 +312,7 @@ class Checker:
             return
         if any(is_fake(p) for p in scope.module.parameters()):
             return  # no values
-        self.standing = {module: name for name, module in self.scopes[0].module.named_modules()}
+        self.present = {module: name for name, module in self.scopes[0].module.named_modules()}
         call = self._call(scope, args, kwargs)
         if call is None:
             return
@@ -429,8 +429,8 @@ class Checker:
                 "seed every rank alike before the model is made, load one checkpoint on all, or broadcast from one rank"
             )
             raise CheckError(
-                Problem("replicas-differ", one.name, found="other values on each rank, and no style", hint=hint)
-                for one in union
+                Problem("replicas-differ", item.name, found="other values on each rank, and no style", hint=hint)
+                for item in union
             )
 
     # ------------------------------------------------------------------ both runs
@@ -503,7 +503,7 @@ class Checker:
             comparison.tolerance = self.tolerance(constants)
             differences, outputs = comparison.outputs(sharded.value, reference.value)
             verdict.differences = self.union(differences)
-            if any(one.kind == "output" for one in verdict.differences):
+            if any(item.kind == "output" for item in verdict.differences):
                 verdict.place = self._first_difference(scope, call, both, comparison)
             full = [output.layout == "full" for output in outputs if output.is_output]
             verdict.is_closed = len(full) > 0 and all(full)
@@ -517,7 +517,7 @@ class Checker:
             verdict.stage = Stage.ALL
             verdict.differences = verdict.differences or self.union(comparison.buffers(sharded.value, reference.value))
             everyone = self.axis.all_gather_objects(comparison.blank, "the check")
-            verdict.blank = [name for name in dict.fromkeys(comparison.blank) if all(name in one for one in everyone)]
+            verdict.blank = [name for name in dict.fromkeys(comparison.blank) if all(name in item for item in everyone)]
         if verdict.stage == Stage.ALL and verdict.is_closed and not (verdict.differences or call.inputs.has_shards):
             scope.verified.add(call.mode)
         return verdict
@@ -544,7 +544,7 @@ class Checker:
         worst = sorted(verdict.differences, key=lambda difference: -difference.error)[:8]
         cache = any(leaf.place.is_state for leaf in call.inputs.leaves)
         return CheckError(
-            problem(str(scope), one, verdict.place, unstyled=self.unstyled, has_cache=cache) for one in worst
+            problem(str(scope), item, verdict.place, unstyled=self.unstyled, has_cache=cache) for item in worst
         )
 
     def _finish(self, scope: Scope, call: Call) -> None:
@@ -618,8 +618,8 @@ class Checker:
         """Run a forward on copies, sharded or as the original."""
         assert both.weights is not None
         others = self._checkers_below(scope.module)
-        originals = [one for checker in (*others, self) for one in (*checker.originals, *checker.successors())]
-        reverted = {one.module for one in originals}
+        originals = [item for checker in (*others, self) for item in (*checker.originals, *checker.successors())]
+        reverted = {item.module for item in originals}
         # Modules made parallel over another mesh, or without the check, stay as they are.
         opaque = {
             child
@@ -630,7 +630,7 @@ class Checker:
             # Modules that share a parameter with others outside run as the original too: its gradient is one sum.
             if mode in inner.verified and not _shares(inner.module, scope.module):
                 opaque.add(inner.module)
-        trace = Trace(self.standing, keeps=keeps)
+        trace = Trace(self.present, keeps=keeps)
         with without_dispatch_modes():  # gathering weights in their own type is no part of the run
             run = Run(
                 scope.module,
@@ -651,15 +651,15 @@ class Checker:
 
     def successors(self) -> list[Original]:
         """Return modules in the places of changed ones, of the same kinds. They are copies, with our forwards."""
-        changed = {self.names[one.module]: one for one in self.originals if one.module in self.names}
-        late = {module: changed.get(name) for module, name in self.standing.items() if module not in self.names}
-        return [replace(one, module=new) for new, one in late.items() if one is not None and type(new) is one.kind]
+        changed = {self.names[item.module]: item for item in self.originals if item.module in self.names}
+        late = {module: changed.get(name) for module, name in self.present.items() if module not in self.names}
+        return [replace(item, module=new) for new, item in late.items() if item is not None and type(new) is item.kind]
 
     def _checkers_below(self, module: nn.Module) -> list[Checker]:
         """Return checkers of other calls for modules below, over the same mesh."""
         hooks = (hook for child in module.modules() for hook in child._forward_pre_hooks.values())
         checkers = {hook.checker: None for hook in hooks if isinstance(hook, Scope) and hook.is_root}
-        return [one for one in checkers if one is not self and one.axis.mesh == self.axis.mesh]
+        return [item for item in checkers if item is not self and item.axis.mesh == self.axis.mesh]
 
     @contextmanager
     def _isolated(self, mode: Mode) -> Iterator[ConstantRandomness]:
@@ -701,7 +701,7 @@ class Checker:
         """Return the largest differences of all ranks, one list for every rank."""
         everyone = self.axis.all_gather_objects(found, "the check")
         worst: dict[tuple[str, str], Difference] = {}
-        for difference in (one for rank in everyone for one in rank):
+        for difference in (item for rank in everyone for item in rank):
             key = (difference.kind, difference.name)
             if key not in worst or worst[key].error < difference.error:
                 worst[key] = difference
@@ -733,8 +733,8 @@ def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> Non
     if isinstance(module, DistributedDataParallel) and submodule is not None:
         refuse_plain_ddp(submodule)
     for checker in [*_CHECKERS]:
-        if module in checker.standing and submodule is not module._modules.get(name):
-            checker.forget()
+        if module in checker.present and submodule is not module._modules.get(name):
+            checker.check_again()
 
 
 def refuse_plain_ddp(module: nn.Module) -> None:
@@ -757,11 +757,11 @@ def refuse_plain_ddp(module: nn.Module) -> None:
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     for checker in [*_CHECKERS]:
-        if module in checker.standing:
+        if module in checker.present:
             old = module._parameters.get(name)
             # One of the same shape only has new values, as from `load_state_dict(assign=True)`.
             if old is None or old.shape != parameter.shape:
-                checker.forget()
+                checker.check_again()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
@@ -828,7 +828,9 @@ def install_check(checker: Checker, model: nn.Module, plan: TPPlan, regions: lis
         if own is not None:
             layouts, names = {name: flow.src for name, flow in own.spec.inputs}, own.info.arguments
         # A row-wise layer's features come from the column-wise layer before it; other shards come in from outside.
-        flows = [flow for one in below for _, flow in one.spec.inputs if (flow.src, flow.dst) != (Shard(-1), Shard(-1))]
+        flows = [
+            flow for item in below for _, flow in item.spec.inputs if (flow.src, flow.dst) != (Shard(-1), Shard(-1))
+        ]
         if not any(isinstance(layout, Shard) for layout in layouts.values()):
             inner_dims = tuple({flow.src.dim: None for flow in flows if isinstance(flow.src, Shard)})
         scope.declared = Declared(layouts, names, inner_dims)

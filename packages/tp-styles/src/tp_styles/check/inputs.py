@@ -58,19 +58,19 @@ def tensors_in(value: Any, path: str = "", depth: int = 0, seen: set[int] | None
         yield Place(path, depth), value
     elif not (isinstance(value, (*PLAIN, *SHARED)) or callable(value) or depth >= DEPTH or id(value) in seen):
         seen.add(id(value))  # objects may contain themselves
-        for key, one in _entries(value):
-            yield from tensors_in(one, path + key, depth + 1, seen)
+        for key, item in _entries(value):
+            yield from tensors_in(item, path + key, depth + 1, seen)
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((f".{key}", value[key]) for key in value)
     elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{index}]", one) for index, one in enumerate(value))
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif is_dataclass(value):
         yield from ((f".{field.name}", getattr(value, field.name, None)) for field in fields(value))
     else:
-        yield from ((f".{key}", one) for key, one in getattr(value, "__dict__", {}).items())
+        yield from ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
 
 
 @dataclass
@@ -261,11 +261,11 @@ class Copies:
     layouts: list[Placement | None]
 
 
-def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+def is_close(item: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
     """True if two tensors of one shape have equal values up to rounding."""
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)  # ids and masks have no rounding
-    return relative_error(one, other, norm=float("inf")) <= tolerance
+    if not (item.is_floating_point() or item.is_complex()):
+        return torch.equal(item, other)  # ids and masks have no rounding
+    return relative_error(item, other, norm=float("inf")) <= tolerance
 
 
 def varied(like: torch.Tensor, phase: float = 0.0) -> torch.Tensor:

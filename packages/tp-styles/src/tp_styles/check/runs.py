@@ -123,7 +123,7 @@ class Run:
         for value in contextvars.copy_context().values():  # hooks of transformers collect outputs there
             _remember(value, self._objects)
         self._restored_only = set(self._objects)
-        stays = {below for one in opaque for below in one.modules()}
+        stays = {below for entry in opaque for below in entry.modules()}
         before = {original.module: original for original in originals or ()}
         copies: dict[tuple[int, bool], nn.Parameter] = {}
         for current in module.modules():
@@ -269,8 +269,8 @@ def _put(module: nn.Module, state: dict[str, Any]) -> None:
         items, order = state[key]
         table.clear()
         table.update(items)
-        for one in order:
-            table.move_to_end(one)
+        for entry in order:
+            table.move_to_end(entry)
 
 
 def has_fsdp_below(module: nn.Module) -> bool:
@@ -301,9 +301,9 @@ def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:
     if id(value) in replaced:
         return replaced[id(value)]
     if type(value) in (list, tuple, set):
-        return type(value)([_copied(one, replaced, objects) for one in value])
+        return type(value)([_copied(entry, replaced, objects) for entry in value])
     if type(value) is dict:
-        return {key: _copied(one, replaced, objects) for key, one in value.items()}
+        return {key: _copied(entry, replaced, objects) for key, entry in value.items()}
     if type(value) is torch.Tensor:
         return value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -337,7 +337,7 @@ def _items(value: Any) -> list[Any]:
         return [*value]
     state = value if isinstance(value, dict) else object.__getstate__(value)
     table = state[1] if isinstance(state, tuple) else state if state is value else {}
-    return [one for item in table.items() for one in item]
+    return [entry for item in table.items() for entry in item]
 
 
 def _restore(objects: Objects) -> None:
@@ -357,5 +357,5 @@ def _restore(objects: Objects) -> None:
                 continue
             for name in now[::2]:
                 object.__delattr__(value, name)
-            for name, one in pairs:
-                object.__setattr__(value, name, one)
+            for name, entry in pairs:
+                object.__setattr__(value, name, entry)

@@ -187,9 +187,9 @@ class Redistribute:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The activation in the wanted layout, a local tensor. DTensors are moved from the layout they have."""
-        for one in self.ends:
-            if one.last is self or is_compiling():  # one graph leaves nothing behind for another
-                one.source = one.entered = None
+        for block_input in self.ends:
+            if block_input.last is self or is_compiling():  # one graph leaves nothing behind for another
+                block_input.source = block_input.entered = None
         if isinstance(x, DTensor):
             x = self.redistributed(x)
             gradient = self.flow.gradient or gradient_layout(self.flow.dst)
