@@ -18,7 +18,7 @@ from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
 from tp_styles.check.checker import Check, Checker, install_check, originals, watch_registrations
-from tp_styles.check.optimizers import check_optimizers
+from tp_styles.check.optimizers import check_optimizers, keep_sections
 from tp_styles.plan.model import PlannedModule, TPPlan
 from tp_styles.plan.planned import Plan, Rest, plan_module
 from tp_styles.problems import PlanError, Problem
@@ -262,6 +262,7 @@ def apply_staged(
         raise
     settle(model, changes)  # nothing can fail any more
     watch_registrations()  # for DDP around shards
+    keep_sections()
     if check != "never":
         check_optimizers()
     return TPHandle(model, decided, axis, changes, checker)

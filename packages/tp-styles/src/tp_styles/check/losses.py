@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tp_styles._shared.full_reads import REDUCTIONS
-from tp_styles._torch_compat import tree_map
+from tp_styles._torch_compat import is_compiling, tree_map
 from tp_styles.check.inputs import tensors_in
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.redistribute import TPGroup
@@ -31,6 +31,8 @@ class WatchedShard(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function; note one that reduces, and compare a loss before its backward."""
+        if is_compiling():  # a compiled loss is traced without the notes
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
         found = [x for _, x in tensors_in((args, kwargs)) if isinstance(x, WatchedShard)]
         if found and func in (torch.Tensor.backward, torch.autograd.grad):
             compare_loss(found[0])
@@ -67,7 +69,7 @@ def compare_loss(loss: WatchedShard) -> None:
     if max(values) - min(values) <= tolerance:
         return
     reads = ", ".join(dict.fromkeys(loss._reads)) or "functions"
-    reason = f"{[float(f'{value:.6g}') for value in values]} on the ranks: {reads} of one rank's features"
+    reason = f"{[float(f'{value:.9g}') for value in values]} on the ranks: {reads} of one rank's features"
     hint = (
         "output_layouts=Replicate() gives all features; use_local_output=False gives a DTensor, whose logsumexp or mean"
         " is of all of them (add its full_tensor() to the loss), and which vocab_parallel_cross_entropy takes"

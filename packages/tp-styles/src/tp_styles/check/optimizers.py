@@ -38,6 +38,9 @@ Groups = list[tuple[Any, ...]]
 # The last step at which gradients of replicas are compared.
 LAST = 1024
 
+# Number of parameters of optimizers whose state dicts hold sections.
+_known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
 # Groups of the last verdict, and the steps since.
 _checked: WeakKeyDictionary[Optimizer, tuple[Groups, int]] = WeakKeyDictionary()
 
@@ -58,9 +61,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(p.is_meta or is_stale(p) for p in parameters):
             return  # a stale one raises in the step
         _refuse(optimizer)
-        _place_state(optimizer)
-        if before is None and any(map(_is_shard, parameters)):
-            optimizer.register_state_dict_post_hook(_with_sections)
         steps = 0
     _checked[optimizer] = groups, steps + 1
     # A gradient may be zero on all ranks at first, behind a projection of zeros: 1, 2, 4, 8 ... steps are compared.
@@ -105,6 +105,22 @@ def _refuse(optimizer: Optimizer) -> None:
     """Raise all problems, outside of a graph."""
     if problems := list(_problems(optimizer)):
         raise PlanError(problems)
+
+
+def _keep_sections(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    count = sum([len(group["params"]) for group in optimizer.param_groups])
+    before = _known.get(optimizer)
+    if is_compiling() or before == count:
+        return
+    _known[optimizer] = count
+    _place_state(optimizer)
+    if before is None:
+        optimizer.register_state_dict_post_hook(_with_sections)
+        optimizer.register_load_state_dict_post_hook(_place_state)
+
+
+# From now on optimizers' state dicts hold sections of fused shards, and full state is taken apart: also unchecked.
+keep_sections = functools.cache(functools.partial(register_optimizer_step_pre_hook, _keep_sections))
 
 
 def _place_state(optimizer: Optimizer) -> None:
