@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.activations import estimate_activations
-from shard_spec.estimate.communication import communication
+from shard_spec.estimate.activations import Step, activations_of, simulate
+from shard_spec.estimate.communication import communication_of
 from shard_spec.estimate.memory import memory_of
 from shard_spec.formatting import human_ranks
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata
-from shard_spec.plan.read import from_dict, from_json
 from shard_spec.plan.resolve import examine, plan_problems, resolve
-from shard_spec.plan.serialize import to_json
 from shard_spec.report.diff import diff
 from shard_spec.report.explain import explain
 
@@ -64,11 +62,6 @@ class ShardingPlan(PlanContent):
     Raises:
         TypeError: If an argument is not a mapping, or not a list of names.
     """
-
-    @classmethod
-    def _of(cls, content: PlanContent) -> ShardingPlan:
-        more: dict[str, Any] = {"strict": content.strict, "axis_roles": content.axis_roles}
-        return cls(content.plan, content.output_plan, content.return_local_tensor, mesh=content.mesh, **more)
 
     def __or__(self, other: PlanContent) -> ShardingPlan:
         """Merge the rules of two plans. For one pattern or axis in both, the rule or role of ``other`` is used."""
@@ -172,20 +165,43 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or a name is not known.
         """
+        resolution = resolve(self, module)
         own = None if isinstance(module, ModelMetadata) else module
-        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=step.get("dtype"), module=own)
-        if batch is None:
-            return static
-        if isinstance(module, ModelMetadata):
-            raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-        if grads is False and any(each.requires_grad for each in module.parameters()):
-            text = "grads=False beside a batch, whose step makes gradients in its backward"
-            hint = "leave grads out; to count a state without gradients leave batch out"
-            raise PlanError(Problem("conflicting-arguments", "grads", found=text, hint=hint))
-        # Off the CPU torch's optimizers update all parameters at once.
-        foreach = any(each.device.type != "cpu" for each in module.parameters())
-        estimate = self.activations(module, batch, **step)
-        return static.with_activations(estimate, foreach=foreach, buckets=step.get("ddp") == "buckets")
+        static = memory_of(resolution, optimizer=optimizer, grads=grads, dtype=step.get("dtype"), module=own)
+        return (
+            static
+            if batch is None
+            else _beside(static, _simulated(resolution, module, batch, step), module, grads, step)
+        )
+
+    def cost(
+        self,
+        module: nn.Module,
+        batch: Batch,
+        *,
+        optimizer: OptimizerLike = "adamw",
+        topology: Topology | None = None,
+        cost_model: AlphaBetaCostModel | None = None,
+        **step: Unpack[StepOptions],
+    ) -> tuple[Memory, Communication]:
+        """Return memory and communication of a training step, from one simulation; see :meth:`memory`.
+
+        Args:
+            module: The model.
+            batch: As in :meth:`activations`.
+            optimizer: As in :meth:`memory`.
+            topology: Machine for the time of collectives and products.
+            cost_model: Times of both; default is the alpha-beta model.
+            step: How the step runs; see :class:`StepOptions`.
+
+        Raises:
+            PlanError: If the plan does not match the model, or its layouts use several meshes.
+        """
+        resolution = resolve(self, module)
+        static = memory_of(resolution, optimizer=optimizer, dtype=step.get("dtype"), module=module)
+        run = _simulated(resolution, module, batch, step)
+        moved = communication_of(resolution, run, step, topology=topology, cost_model=cost_model)
+        return _beside(static, run, module, True, step), moved
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.
@@ -199,7 +215,8 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model.
         """
-        return estimate_activations(self, module, batch, **step)
+        resolution = resolve(self, module)
+        return activations_of(_simulated(resolution, module, batch, step), module, step)
 
     def communication(
         self,
@@ -224,7 +241,9 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
-        return communication(resolve(self, module), module, batch, topology=topology, cost_model=cost_model, **step)
+        resolution = resolve(self, module)
+        run = None if batch is None else _simulated(resolution, module, batch, step)
+        return communication_of(resolution, run, step, topology=topology, cost_model=cost_model)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
         """Explain this plan in words. With ``name`` one tensor; with ``module`` also reasons and local shapes."""
@@ -261,34 +280,6 @@ class ShardingPlan(PlanContent):
         return apply_plan(module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
 
     # ---- files and other forms --------------------------------------------------------------------------------
-
-    def to_json(self) -> str:
-        """Return this plan as JSON; equal plans give equal bytes.
-
-        Raises:
-            PlanError: ``invalid-plan`` for each rule without a file form.
-        """
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ShardingPlan:
-        """Parse the output of :meth:`to_json`; safe on untrusted files.
-
-        Raises:
-            PlanError: ``invalid-plan``.
-        """
-        return cls._of(from_json(text))
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> ShardingPlan:
-        """Parse the document of :meth:`to_json` as values, for example ``yaml.safe_load(text)``.
-
-        Rules and axes may be mappings; null keys may be left out.
-
-        Raises:
-            PlanError: ``invalid-plan``.
-        """
-        return cls._of(from_dict(document))
 
     @classmethod
     def from_layouts(
@@ -403,7 +394,7 @@ class ShardingPlan(PlanContent):
         assert mesh_spec is not None
         from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
 
-        return cls._of(from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
+        return cls(**from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
 
     @classmethod
     def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
@@ -423,3 +414,22 @@ class ShardingPlan(PlanContent):
 
         layouts, roles = from_distributed_config(config, module)
         return cls.from_layouts(layouts, axis_roles=roles).compact(module)
+
+
+def _simulated(resolution: Resolution, module: nn.Module | ModelMetadata, batch: Batch, step: StepOptions) -> Step:
+    if isinstance(module, ModelMetadata):
+        raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
+    return simulate(resolution, module, batch, **step)
+
+
+def _beside(static: Memory, run: Step, module: Any, grads: bool | str, step: StepOptions) -> Memory:
+    """Return the bytes of the state with those of a simulated step."""
+    if grads is False and any(each.requires_grad for each in module.parameters()):
+        text = "grads=False beside a batch, whose step makes gradients in its backward"
+        hint = "leave grads out; to count a state without gradients leave batch out"
+        raise PlanError(Problem("conflicting-arguments", "grads", found=text, hint=hint))
+    # Off the CPU torch's optimizers update all parameters at once.
+    foreach = any(each.device.type != "cpu" for each in module.parameters())
+    return static.with_activations(
+        activations_of(run, module, step), foreach=foreach, buckets=step.get("ddp") == "buckets"
+    )

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.sectioned_tensor import SectionedTensor
-from tp_styles.check import RUNNING
-from tp_styles.check.losses import plain
+from tp_styles.check import in_original
+from tp_styles.check.watched_loss import plain
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import ShardParameter
 from tp_styles.runtime.redistribute import Redistribute, TPGroup
@@ -55,7 +55,7 @@ def vocab_parallel_cross_entropy(
             in another layout.
         IndexError: On CPU, a target outside of the classes.
     """
-    if not torch.compiler.is_compiling() and RUNNING and RUNNING[-1].is_original:
+    if not torch.compiler.is_compiling() and in_original():
         options: Any = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
         # The original of a check has full logits.
         losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction=reduction, **options)

@@ -37,3 +37,8 @@ def running(run: Running) -> Iterator[None]:
         yield
     finally:
         RUNNING.pop()
+
+
+def in_original() -> bool:
+    """True while an original runs on full weights."""
+    return bool(RUNNING) and RUNNING[-1].is_original

@@ -25,14 +25,14 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_styles._shared.execution_check import Precision, random_state_restored
-from tp_styles._shared.norms import BRIDGE_TAGS, BRIDGED_ROOT
+from tp_styles._shared.norms import BRIDGED
 from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, without_dispatch_modes
 from tp_styles.check import RUNNING, Running, running
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
-from tp_styles.check.losses import watch_loss
 from tp_styles.check.report import ALIKE, Stage, Verdict, problem
 from tp_styles.check.runs import Original, Run, Trace, full_numel, has_fsdp_below
+from tp_styles.check.watched_loss import watch_loss
 from tp_styles.check.weights import Weights
 from tp_styles.plan.model import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
@@ -308,10 +308,9 @@ class Checker:
             StyleInputError: The root's inputs, modes or generators differ between the ranks.
             CheckError: The sharded module is not equal to the original; on every rank.
         """
-        if is_transformed() or self.axis.size == 1 or dist.get_backend(self.axis.group) == "fake":
+        has_values = dist.get_backend(self.axis.group) != "fake" and not any(map(is_fake, scope.module.parameters()))
+        if is_transformed() or self.axis.size == 1 or not has_values:
             return
-        if any(is_fake(p) for p in scope.module.parameters()):
-            return  # no values
         self.present = {module: name for name, module in self.scopes[0].module.named_modules()}
         call = self._call(scope, args, kwargs)
         if call is None:
@@ -395,9 +394,8 @@ class Checker:
         def record(region: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             mode, checker = (region.module.training, torch.is_grad_enabled()), region.checker
             is_compared = region in calls and calls[region].verdict.is_final
-            if region in recorded or is_compared or checker.axis.mesh != self.axis.mesh:
-                return
-            if mode in region.done and not checker.always:
+            is_done = is_compared or (mode in region.done and not checker.always)
+            if region in recorded or is_done or checker.axis.mesh != self.axis.mesh:
                 return
             with without_dispatch_modes():
                 call = checker._call(region, args, kwargs)
@@ -535,16 +533,20 @@ class Checker:
     def _first_difference(self, scope: Scope, call: Call, both: Both, comparison: Comparison) -> str:
         """Run both once more, and return the first module with another output."""
         self._prepare(scope, call, both)  # once more: the runs have written to their own
-        again = partial(self._run, scope, call.mode, both, keeps=True)
-        runs = [self._attempt(partial(again, original=original)).value for original in (False, True)]
+        attempts = [
+            partial(self._run, scope, call.mode, both, keeps=True, original=original) for original in (False, True)
+        ]
+        runs = [self._attempt(attempt).value for attempt in attempts]
         return "" if None in runs else comparison.first_difference(*runs)
 
     def _error(self, scope: Scope, call: Call, verdict: Verdict) -> CheckError:
         """Return the error of a scope's differences, the largest ones first."""
         worst = sorted(verdict.differences, key=lambda difference: -difference.error)[:8]
         cache = any(leaf.place.is_state for leaf in call.inputs.leaves)
+        hints = getattr(vars(scope.module).get("forward"), "hints", None)  # a style may have its own
         return CheckError(
-            problem(str(scope), item, verdict.place, unstyled=self.unstyled, has_cache=cache) for item in worst
+            problem(str(scope), item, verdict.place, unstyled=self.unstyled, has_cache=cache, hints=hints)
+            for item in worst
         )
 
     def _finish(self, scope: Scope, call: Call) -> None:
@@ -681,8 +683,7 @@ class Checker:
 
     def tolerance(self, runs: Precision) -> float:
         """Return the relative tolerance: rounding of the coarsest type in the runs of all ranks."""
-        epsilons = self.axis.all_gather_objects(runs.epsilon, "the check")
-        epsilon = float(max(epsilons))
+        epsilon = float(max(self.axis.all_gather_objects(runs.epsilon, "the check")))
         return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
 
     def _attempt(self, act: Callable[[], Any]) -> Attempt:
@@ -743,13 +744,13 @@ def refuse_plain_ddp(module: nn.Module) -> None:
     Raises:
         PlanError: Parameters are shards, and no bridge has made leaves for them.
     """
-    if BRIDGED_ROOT in vars(module):  # local shards stay as they are in it
+    if BRIDGED in vars(module):  # local shards stay as they are in it
         return
     hint = "tp_ddp_bridge makes leaves that DDP takes; or fully_shard on the data-parallel mesh"
     problems = [
         Problem("mesh-mismatch", name, found="a shard inside of DistributedDataParallel", hint=hint)
         for name, parameter in module.named_parameters()
-        if isinstance(parameter, ShardParameter | DTensor) and not BRIDGE_TAGS & vars(parameter).keys()
+        if isinstance(parameter, ShardParameter | DTensor) and BRIDGED not in vars(parameter)
     ]
     if problems:
         raise PlanError(problems[:8])

@@ -110,16 +110,18 @@ class Comparison:
 
     def first_difference(self, sharded: Run, reference: Run) -> str:
         """Return the first module with another full output in two traced runs, `""` for none."""
+        take = getattr(vars(sharded.module).get("forward"), "take_tokens", None)  # of modules on shards of a sequence
         different = [
             name
             for name, others in reference.trace.outputs.items()
-            for actual, other in zip(sharded.trace.outputs.get(name, ()), others, strict=False)
-            if type(actual) is type(other) is torch.Tensor
-            and actual.shape == other.shape
+            for actual, full in zip(sharded.trace.outputs.get(name, ()), others, strict=False)
+            if type(actual) is type(full) is torch.Tensor
+            and actual.shape == (other := full if take is None or actual.shape == full.shape else take(full)).shape
             and error(actual, other) > self.tolerance
         ]
         everyone = self.axis.all_gather_objects(different[:1], "the check")
-        return next((names[0] for names in everyone if names), "")
+        order = [*reference.trace.outputs]  # a mistake on one rank shows later on the others
+        return min((names[0] for names in everyone if names), key=order.index, default="")
 
     def _max(self, value: float) -> float:
         values = self.axis.all_gather_objects(value, "the check")

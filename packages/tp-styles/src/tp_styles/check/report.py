@@ -101,27 +101,33 @@ HINTS = {
 }
 
 
-def problem(scope: str, difference: Difference, place: str, *, unstyled: frozenset[str], has_cache: bool) -> Problem:
+def problem(
+    scope: str,
+    difference: Difference,
+    place: str,
+    *,
+    unstyled: frozenset[str],
+    has_cache: bool,
+    hints: dict[str, str] | None,
+) -> Problem:
     """Return the problem of a difference in a scope, with its remedy."""
     name = (
         f"{scope} {difference.name}" if "output" in difference.name or "input" in difference.name else difference.name
     )
     code = {"shard-leaves": "shard-leaves", "raises": "check-raises"}.get(difference.kind, "check-mismatch")
     reason = f"{difference.kind} differs from the original module's by {difference.error:.2g} (run on full weights)"
-    if difference.detail:
-        reason = f"{difference.kind}: {difference.detail}, run on full weights"
-    if difference.kind == "output" and place:
-        reason += f"; both part first at the output of {place}"
+    reason = f"{difference.kind}: {difference.detail}, run on full weights" if difference.detail else reason
+    reason += f"; both part first at the output of {place}" if difference.kind == "output" and place else ""
     if difference.kind == "shard-leaves":
         reason = f"a shard leaves the model as a plain tensor: {difference.detail}"
     if difference.kind == "raises":
         name, reason = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
-    hint = HINTS["cache" if difference.kind == "raises" and has_cache else difference.kind]
+    hint = (hints or HINTS)["cache" if difference.kind == "raises" and has_cache else difference.kind]
     if "mixed torch.Tensor and DTensor" in difference.detail:
         hint = (
             "one of both is a DTensor: PrepareModuleInput(use_local_output=True) for plain parameters; a style of"
             " your own that makes DTensors of parameters prepares the inputs too (distribute_module(input_fn=...))"
         )
-    if difference.kind == "gradient" and difference.name not in unstyled:
+    if difference.kind == "gradient" and difference.name not in unstyled and hints is None:
         hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
     return Problem(code, name, found=f"in region {scope!r}: {reason}", hint=hint + '; check="never" skips the check')

@@ -123,6 +123,10 @@ class Forward:
         """Run the module's forward."""
         raise AssertionError("subclasses compute")
 
+    def install_below(self) -> list[tuple[nn.Module, dict[str, Any], list[Callable[[], None]]]]:
+        """Change modules below; return each with its former attributes, and functions that remove what was added."""
+        return []
+
     def parameter(self, name: str) -> torch.Tensor | None:
         """Return a local parameter for the computation."""
         return self.parameter_of(self.module, name, name)

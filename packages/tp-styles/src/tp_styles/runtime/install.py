@@ -211,6 +211,13 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]
 
 
+def changes_below(module: nn.Module) -> list[ModuleChange]:
+    """Let the module's forward change modules below, and return its changes."""
+    forward = vars(module).get("forward")
+    found = forward.install_below() if isinstance(forward, Forward) else []
+    return [ModuleChange(one, attributes=attributes, removers=removers) for one, attributes, removers in found]
+
+
 def share_inputs(model: nn.Module, plan: TPPlan, axis: TPGroup) -> None:
     """Let column-wise layers bring in the tensor that they all read once. Row-wise layers end it."""
     together: dict[tuple[str, Redistribution], tuple[list[str], list[str]]] = {}

@@ -17,12 +17,13 @@ from tp_styles.sources.blocks import region_of, styles_of_blocks
 from tp_styles.sources.names import from_hf_tp_plan
 from tp_styles.styles.attention import TransformerLayerParallel
 from tp_styles.styles.base import ParallelStyle
+from tp_styles.styles.expert_parallel import ExpertParallel, expert_modules
 from tp_styles.styles.linear import ColwiseParallel
 from tp_styles.values import is_below, names_of_parameters
 
 
 @own_errors()  # of shard-spec, which it calls
-def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:
+def auto_plan(model: nn.Module, *, tp_size: int = 2, ep_size: int | None = None) -> dict[str, ParallelStyle]:
     """Plan a model by its Hugging Face plan, else torch's layers, else `[shard-spec]`'s planner.
 
     If installed, the planner adds blocks missing in a model's own plan (shared experts, attention of some mixtures of
@@ -35,6 +36,8 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     Args:
         model: The model; on the meta device too.
         tp_size: Number of ranks. The planner's styles are for this number alone; `apply_plan` refuses another.
+        ep_size: Number of ranks with whole experts: `tp_size` for both on one axis, or any number with `tp_size=1`,
+            for the experts alone. By default every rank has a shard of each expert.
 
     Returns:
         FQN -> style, for `apply_plan`. It warns if less than half of the parameters are sharded.
@@ -42,7 +45,12 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     Raises:
         PlanError: Nothing was recognised.
     """
+    experts = _whole_experts(model, tp_size, ep_size) if ep_size is not None else {}
+    if experts and tp_size == 1:
+        return experts
     styles = _without_broken_ties(model, _styles(model, tp_size))  # tied weights: all or none
+    if experts:
+        styles = {n: s for n, s in styles.items() if not any(is_below(n, name) for name in experts)} | experts
     planned = plan_styles(model, styles, tp_size)
     if 0 < sharded_share(model, planned)[0] < 0.7:  # nothing known at all is an error below
         styles = _without_broken_ties(model, {**styles, **_gathered(model, planned)})
@@ -55,6 +63,20 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
         text = f"auto_plan shards {share:.1%} of the parameters of {type(model).__name__}; largest unsharded: {largest}"
         warnings.warn(text, stacklevel=2)
     return styles
+
+
+def _whole_experts(model: nn.Module, tp_size: int, ep_size: int) -> dict[str, ParallelStyle]:
+    if tp_size not in (1, ep_size):
+        hint = "one axis has one size; for two axes plan each: auto_plan(model, tp_size=1, ep_size=N) gives the experts"
+        problem = Problem("conflicting-arguments", "ep_size", found=f"{ep_size} beside tp_size={tp_size}", hint=hint)
+        raise PlanError(problem)
+    names = expert_modules(model)
+    if not names:
+        hint = "ExpertParallel(parameters=, inputs=) takes modules of your own"
+        raise PlanError(
+            Problem("unmatched-pattern", type(model).__name__, found="no experts that are known", hint=hint)
+        )
+    return {name: ExpertParallel() for name in names}
 
 
 def _gathered(model: nn.Module, plan: TPPlan) -> dict[str, ParallelStyle]:

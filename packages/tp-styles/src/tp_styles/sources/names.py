@@ -21,8 +21,10 @@ from tp_styles.styles.blocks import (
     NoParallel,
     ParametersParallel,
 )
+from tp_styles.styles.expert_parallel import ExpertParallel
 from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
 from tp_styles.styles.prepare_module import PrepareModuleOutput
+from tp_styles.values import is_below
 
 # Name in plans -> style of a module.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -37,6 +39,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicate": NoParallel,
     "all_reduce": partial(PrepareModuleOutput, output_layouts=Partial(), desired_output_layouts=Replicate()),
     "moe_identity_expert": IdentityExpert,
+    "ep_dispatch_experts": ExpertParallel,
 }
 
 ROLES = {
@@ -44,7 +47,7 @@ ROLES = {
     "all_reduce": "sum",
     "local_params": "local",
 }
-TODAY = tuple(dict.fromkeys((*STYLES, *ROLES, "packed_rowwise", "mla_kv_a_proj")))
+TODAY = tuple(dict.fromkeys((*STYLES, *ROLES, "packed_rowwise", "mla_kv_a_proj", "grouped_gemm")))
 
 # Names of transformers 4.5x and early 5.x -> today's.
 OLDER = {
@@ -81,11 +84,11 @@ OUTPUTS = "o_proj", "out_proj", "dense"
 
 
 def from_hf_tp_plan(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, ParallelStyle]:
-    """Convert a Hugging Face tensor-parallel plan to styles.
+    """Convert a Hugging Face tensor-parallel or expert-parallel plan to styles.
 
     Args:
         model: A transformers model; on the meta device too.
-        plan: Name pattern -> style name; by default the model's own.
+        plan: Name pattern -> style name; by default the model's own `tp_plan`. `model.ep_plan` gives whole experts.
 
     Returns:
         FQN -> style, for `apply_plan`. Names of the plan missing in the model are ignored, as in transformers: plans
@@ -107,6 +110,9 @@ def from_hf_tp_plan(model: nn.Module, plan: Mapping[str, str] | None = None) -> 
         reason = "no name of the plan is one of its modules"
         hint = "of a wrapper pass the model inside (peft: get_base_model())"
         raise PlanError(Problem("unmatched-pattern", type(model).__name__, found=reason, hint=hint))
+    experts = [name for name, style in styles.items() if isinstance(style, ExpertParallel)]
+    # The experts' style has all that is below them: transformers' plan names the norm behind them apart.
+    styles = {n: s for n, s in styles.items() if n in experts or not any(is_below(n, other) for other in experts)}
     keep_ties(model, styles)
     add_learned_activations(model, styles)
     styles = _with_heads(model, styles)
@@ -162,6 +168,9 @@ def style_of(kind: str, own: Mapping[str, str], config: Any, name: str) -> Paral
     Raises:
         PlanError: The style name is for parameters only.
     """
+    if "grouped_gemm" in own.values() and kind != "ep_dispatch_experts":
+        hint = 'whole experts of a rank need their tokens: name the module "ep_dispatch_experts" in the plan'
+        raise PlanError(Problem("invalid-argument", name, found="'grouped_gemm' of its parameters", hint=hint))
     if kind in ROLES and (own or kind != "all_reduce"):
         return ParametersParallel(own, role=ROLES[kind])
     if kind == "mla_kv_a_proj":

@@ -62,16 +62,15 @@ def compare_loss(loss: WatchedShard) -> None:
     Raises:
         PlanError: It was reduced from one rank's features, and is another number on each rank; on every rank.
     """
-    own = float(plain(loss).detach().double().sum())
-    values = loss._axis.all_gather_objects(own, "the first loss")
+    values = loss._axis.all_gather_objects(float(plain(loss).detach().double().sum()), "the first loss")
     same = max(SAME, 0 if loss.dtype.itemsize > 2 else 2 * torch.finfo(loss.dtype).eps)
-    tolerance = same * max(map(abs, values)) if all(map(math.isfinite, values)) else math.inf
-    if max(values) - min(values) <= tolerance:
+    if not all(map(math.isfinite, values)) or max(values) - min(values) <= same * max(map(abs, values)):
         return
     reads = ", ".join(dict.fromkeys(loss._reads)) or "functions"
     reason = f"{[float(f'{value:.9g}') for value in values]} on the ranks: {reads} of one rank's features"
     hint = (
-        "output_layouts=Replicate() gives all features; use_local_output=False gives a DTensor, whose logsumexp or mean"
+        "vocab_parallel_logsumexp(logits, mesh=) and its like are of all classes; output_layouts=Replicate() gives all"
+        " features; use_local_output=False gives a DTensor, whose logsumexp or mean"
         " is of all of them (add its full_tensor() to the loss), and which vocab_parallel_cross_entropy takes"
     )
     raise PlanError(Problem("local-shard-as-full", "loss", found=reason, hint=hint))
