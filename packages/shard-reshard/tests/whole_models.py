@@ -65,8 +65,11 @@ class Twin:
                 gradient = torch.randn(value.shape, generator=generator).to(value.dtype)
                 value.grad = None if name in without else gradient
                 parts.append(gradient)
-            sharded = None if name in without else self.shard[name](self.join[name](parts))
-            self.named[name].grad = sharded
+            if name in without:
+                self.named[name].grad = None
+                continue
+            sharded = self.shard[name](self.join[name](parts))
+            self.named[name].grad = sharded if isinstance(sharded, DTensor) else sharded.clone()  # without its layout
 
     def compared(self) -> int:
         """Assert that this rank's values are bit for bit those of one process; return the number of elements."""
@@ -99,3 +102,52 @@ def of_mesh(
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     """Return a CPU mesh with names."""
     return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"axis{n}" for n in range(len(shape))))
+
+
+def of_sections(
+    mesh: DeviceMesh, sections: Sequence[tuple[int, int, int]], width: int, experts: int = 0, together: bool = False
+) -> Callable[[Twin, str], None]:
+    """Return what adds a fused local shard to a twin: sections of (rows, unit, copies) along dim 0, or 1 of experts."""
+    dim, rank, count = (1 if experts else 0), mesh.get_local_rank(), mesh.size()
+    rows = [size for size, _, _ in sections]
+    shape = torch.Size((experts, sum(rows), width) if experts else (sum(rows), width))
+
+    def shard(full: torch.Tensor) -> torch.Tensor:
+        held = []
+        for part, (size, unit, copies) in zip(full.split(rows, dim), sections, strict=True):
+            chunks = part.split(-(-(size // unit) // (count // copies)) * unit, dim)
+            at = rank // copies
+            held.append(chunks[at] if at < len(chunks) else part.narrow(dim, 0, 0))
+        local_shard = torch.cat(held, dim)
+        stride = torch.empty(shape, device="meta").stride()
+        local_shard._sharding_info = (mesh, (Shard(dim),), shape, stride, tuple(sections))  # type: ignore[attr-defined]
+        return local_shard
+
+    def add(twin: Twin, name: str) -> None:
+        full = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
+        parts = [(name, full)]
+        if experts and not together:
+            parts = [
+                (f"{name}[{e}]:{n}", part) for e in range(experts) for n, part in enumerate(full[e].split(rows))
+            ]
+        elif not together:
+            parts = [(f"{name}:{n}", part) for n, part in enumerate(full.split(rows))]
+
+        def join(held: Sequence[torch.Tensor]) -> torch.Tensor:
+            if together:
+                return held[0]
+            if not experts:
+                return torch.cat(list(held))
+            each = len(rows)
+            return torch.stack([torch.cat(list(held[each * e : each * (e + 1)])) for e in range(experts)])
+
+        twin.add(name, full, shard, parts, join)
+
+    return add
+
+
+def add_experts(twin: Twin, name: str, mesh: DeviceMesh, placement: Any, experts: int = 4) -> None:
+    """Add a stack of expert matrices as a DTensor."""
+    full = torch.randn((experts, 6, 10), generator=torch.Generator().manual_seed(experts))
+    parts = [(f"{name}[{e}]", full[e]) for e in range(experts)]
+    twin.add(name, full, lambda value: distribute_tensor(value, mesh, [placement]), parts, torch.stack)

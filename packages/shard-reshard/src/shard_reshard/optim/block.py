@@ -18,7 +18,7 @@ from shard_reshard.optim.families import Family, Make
 from shard_reshard.optim.plan import Matrix, OwnerPlan
 from shard_reshard.state_dict.agreement import local_tensor
 
-Guard = tuple[int, int, torch.Size]  # version, address and shape of a local tensor
+Guard = tuple[int, int, int, torch.Size]  # versions of a parameter and its local tensor, that one's address and shape
 
 
 class Block:
@@ -177,7 +177,8 @@ class Gradients:
 def guard_of(parameter: torch.Tensor) -> Guard:
     """Return what changes when a parameter is written in place, or gets other memory."""
     local = local_tensor(parameter)
-    return local._version, local.data_ptr(), local.shape
+    # An operation on a DTensor counts as a version of that alone, one on its local tensor as a version of this alone.
+    return parameter._version, local._version, local.data_ptr(), local.shape
 
 
 @dataclass

@@ -81,7 +81,7 @@ def matrices_of(
     """
     if any(fnmatchcase(name, glob) for glob in together):
         return [Matrix(name, name, shape, dtype)]
-    stacked = len(shape) == 3 and not (sections and dim == 0)
+    stacked = len(shape) == 3 and shape[0] > 0 and not (sections and dim == 0)
     matrices = []
     for index in range(shape[0]) if stacked else (None,):
         title = name if index is None else f"{name}[{index}]"
