@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-SIZES = {"a": (24, 16), "b": (16, 40), "c": (5, 16), "d": (7, 6), "e": (1, 9), "f": (8, 8), "g": (3, 3)}
+SIZES: dict[str, tuple[int, ...]] = {
+    "a": (24, 16),
+    "b": (16, 40),
+    "c": (5, 16),
+    "d": (7, 6),
+    "e": (1, 9),
+    "f": (8, 8),
+    "g": (3, 3),
+}
 
 
 def meshed(world: int) -> dict[str, tuple[tuple[int, ...], list[Any]]]:
@@ -88,7 +96,10 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def of_mesh(
-    mesh: DeviceMesh, placements: Sequence[Any], sizes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    sizes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype = torch.float32,
 ) -> Twin:
     """Return DTensors of one mesh."""
     twin = Twin()
@@ -127,9 +138,7 @@ def of_sections(
         full = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
         parts = [(name, full)]
         if experts and not together:
-            parts = [
-                (f"{name}[{e}]:{n}", part) for e in range(experts) for n, part in enumerate(full[e].split(rows))
-            ]
+            parts = [(f"{name}[{e}]:{n}", part) for e in range(experts) for n, part in enumerate(full[e].split(rows))]
         elif not together:
             parts = [(f"{name}:{n}", part) for n, part in enumerate(full.split(rows))]
 
@@ -150,4 +159,10 @@ def add_experts(twin: Twin, name: str, mesh: DeviceMesh, placement: Any, experts
     """Add a stack of expert matrices as a DTensor."""
     full = torch.randn((experts, 6, 10), generator=torch.Generator().manual_seed(experts))
     parts = [(f"{name}[{e}]", full[e]) for e in range(experts)]
-    twin.add(name, full, lambda value: distribute_tensor(value, mesh, [placement]), parts, torch.stack)
+    twin.add(
+        name,
+        full,
+        lambda value: distribute_tensor(value, mesh, [placement]),
+        parts,
+        lambda held: torch.stack(list(held)),
+    )

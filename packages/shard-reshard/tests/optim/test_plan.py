@@ -11,9 +11,9 @@ import pytest
 from shard_reshard import OwnerPlan, PlanError, plan_owners, plan_reshard
 
 
-def _model(layers: int) -> dict[str, tuple[int, ...]]:
+def _model(layers: int) -> dict[str, tuple[int, int]]:
     """Return the matrices of a Llama of 70B parameters."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for number in range(layers):
         at = f"layers.{number}."
         shapes |= {at + "q": (8192, 8192), at + "k": (1024, 8192), at + "v": (1024, 8192), at + "o": (8192, 8192)}
@@ -30,7 +30,7 @@ def test_a_70b_model_is_planned_in_seconds(fsdp: int, limit: float) -> None:
     plan = plan_owners(shapes, fsdp * 8, layouts, dtype="bfloat16")
     assert time.process_time() - start < 4 * limit  # a busy machine; the benchmark has the limit itself
     assert len(plan.matrices) == 560
-    total = sum(map(prod, shapes.values())) * 2
+    total = sum(rows * columns for rows, columns in shapes.values()) * 2
     assert 2 * total * (1 - 2 / (fsdp * 8)) < plan.lower_bound < 2 * total
     if fsdp == 8:
         assert plan.lower_bound == 2 * total * 63 // 64
@@ -43,7 +43,7 @@ def test_drawn_plans_keep_the_laws() -> None:
     draw, compared = random.Random(0), 0
     for _ in range(150):
         world = draw.choice([1, 2, 3, 4, 6, 8])
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             f"p{n}": tuple(draw.randint(0, 9) for _ in range(draw.choice([0, 1, 2, 2, 2, 3])))
             for n in range(draw.randint(1, 12))
         }
@@ -54,7 +54,7 @@ def test_drawn_plans_keep_the_laws() -> None:
         plan = plan_owners(shapes, world, layouts, owners=owners, bucket_bytes=bucket)
         # Each matrix has one owner and is in one chunk; matrices together are the parameters.
         assert sorted(at for chunk in plan.chunks for at in chunk) == list(range(len(plan.matrices)))
-        elements = {name: 0 for name in shapes}
+        elements = dict.fromkeys(shapes, 0)
         for matrix in plan.matrices:
             elements[matrix.parameter] += prod(matrix.shape)
         assert elements == {name: prod(shape) for name, shape in shapes.items()}
@@ -62,28 +62,36 @@ def test_drawn_plans_keep_the_laws() -> None:
             for rank in range(world):
                 own = [plan.matrices[at].num_bytes for at in chunk if plan.owners[at] == rank]
                 assert sum(own) <= bucket or sum(own) == max(own)
-        if isinstance(owners, int) or isinstance(owners, list):
+        if isinstance(owners, int | list):
             allowed = set(owners) if isinstance(owners, list) else {at * world // owners for at in range(owners)}
             assert set(plan.owners) <= allowed
         # The bytes are those of shard_reshard's own plans, both ways.
         for at, matrix in enumerate(plan.matrices):
-            if matrix.index is None and prod(matrix.shape) and plan.sent is not None:
-                rank, layout = f"rank {plan.owners[at]}", layouts[matrix.name]
-                there = plan_reshard(matrix.shape, "float32", layout, rank)
-                back = plan_reshard(matrix.shape, "float32", rank, layout)
+            if matrix.expert is None and prod(matrix.shape):
+                assert plan.sent is not None
+                owner, layout = f"rank {plan.owners[at]}", layouts[matrix.name]
+                there = plan_reshard(matrix.shape, "float32", layout, owner)
+                back = plan_reshard(matrix.shape, "float32", owner, layout)
                 assert plan.sent[at] == (there.wire_bytes, back.wire_bytes) == (there.lower_bound, back.lower_bound)
                 compared += 1
         assert plan == plan_owners(shapes, world, layouts, owners=owners, bucket_bytes=bucket)
-        assert isinstance(plan, OwnerPlan) and plan.digest in plan.digest
+        assert isinstance(plan, OwnerPlan)
         assert all(matrix.name in plan.explain() for matrix in plan.matrices)
     assert compared > 300
 
 
 def test_what_a_plan_refuses() -> None:
     shapes = {"w": (4, 4)}
-    for options in ({"owners": []}, {"owners": 3}, {"owners": [2]}, {"owners": {"w": 5}}, {"bucket_bytes": 0}):
+    wrong: list[dict[str, Any]] = [
+        {"owners": []},
+        {"owners": 3},
+        {"owners": [2]},
+        {"owners": {"w": 5}},
+        {"bucket_bytes": 0},
+    ]
+    for options in wrong:
         with pytest.raises(PlanError, match="invalid-argument"):
-            plan_owners(shapes, 2, **options)  # type: ignore[arg-type]
+            plan_owners(shapes, 2, **options)
     with pytest.raises(PlanError, match="unknown-name"):
         plan_owners(shapes, 2, owners={"x": 0})
     with pytest.raises(PlanError, match="rank-outside-mesh"):

@@ -33,7 +33,7 @@ _ONE_EXCHANGE = 1 << 62  # chunks are planned here: `plan_state_dict` is not to 
 
 
 class Metadata(NamedTuple):
-    """What one rank has of the parameters; plain data, sent between ranks."""
+    """Metadata of one rank's parameters; plain data, sent between ranks."""
 
     facts: RankMeta
     checksums: Mapping[str, bytes]  # of plain tensors, which are equal on all ranks
@@ -118,9 +118,9 @@ def moves_there(owners: OwnerPlan, facts: Sequence[RankMeta]) -> StateDictPlan:
     present = {name for fact in facts for name in fact.sources}
     keys: dict[str, list[Part]] = {}
     for matrix in owners.matrices:
-        cut = {"dim": matrix.dim, "source_start": matrix.start, "size": matrix.size} if matrix.size is not None else {}
         if matrix.parameter in present:
-            keys.setdefault(matrix.parameter, []).append(Part(matrix.name, unstack=matrix.index, **cut))
+            part = Part(matrix.name, 0, matrix.dim, matrix.start, matrix.size, unstack=matrix.expert)
+            keys.setdefault(matrix.parameter, []).append(part)
     layouts = {part.name: f"rank {owners.owner[part.name]}" for parts in keys.values() for part in parts}
     return plan_state_dict(facts, layouts, keys, _ONE_EXCHANGE)
 
@@ -130,8 +130,8 @@ def _moves_back(owners: OwnerPlan, facts: Sequence[RankMeta]) -> StateDictPlan:
         matrix.name: Part(
             matrix.parameter,
             matrix.start,
-            matrix.dim - (matrix.index is not None and matrix.dim > 0),
-            stack=matrix.index,
+            matrix.dim - (matrix.expert is not None and matrix.dim > 0),
+            stack=matrix.expert,
         )
         for matrix in owners.matrices
     }

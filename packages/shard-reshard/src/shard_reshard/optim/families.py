@@ -31,18 +31,20 @@ def groups_of(given: Any) -> tuple[list[Group], bool]:
     ``given`` are pairs of name and parameter, a mapping of them, or dicts with such ``"params"`` and options. A
     parameter under several names is in its first group alone.
     """
-    items = list(given.items()) if isinstance(given, Mapping) else list(given)
+    items: list[Any] = list(given.items()) if isinstance(given, Mapping) else list(given)
     grouped = bool(items) and all(isinstance(item, Mapping) for item in items)
     groups, seen = list[Group](), set[int]()
-    for entry in items if grouped else [{"params": items}]:
-        options = {key: value for key, value in entry.items() if key != "params"}
-        pairs = entry["params"].items() if isinstance(entry["params"], Mapping) else entry["params"]
+    entries: list[Any] = items if grouped else [{"params": items}]
+    for entry in entries:
+        options: dict[str, Any] = {key: value for key, value in entry.items() if key != "params"}
+        pairs: Any = entry["params"].items() if isinstance(entry["params"], Mapping) else entry["params"]
         named: dict[str, nn.Parameter] = {}
         for pair in pairs:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
                 hint = "pass model.named_parameters(), or groups {'params': [(name, parameter), ...], 'lr': ...}"
                 raise PlanError(Problem("wrong-type", "named_parameters", found=f"{type(pair).__name__}", hint=hint))
-            name, parameter = pair
+            name: str = pair[0]
+            parameter: Any = pair[1]
             if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
                 found = f"a {type(parameter).__name__}" if not isinstance(parameter, torch.Tensor) else "no leaf"
                 raise PlanError(Problem("wrong-type", name, found=found, hint="pass parameters"))
@@ -51,7 +53,7 @@ def groups_of(given: Any) -> tuple[list[Group], bool]:
                     hint = "give each parameter a name of its own"
                     raise PlanError(Problem("duplicate-name", name, found="two parameters", hint=hint))
                 seen.add(id(parameter))
-                named[name] = parameter
+                named[name] = pair[1]
         groups.append(Group(options, named))
     if not any(group.parameters for group in groups):
         raise PlanError(Problem("missing-argument", "named_parameters", found="no parameters", hint="pass some"))

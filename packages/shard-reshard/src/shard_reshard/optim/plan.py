@@ -1,4 +1,4 @@
-"""Which rank owns which matrix: a plan from shapes and layouts alone, equal on every rank.
+"""Plan of owners, one rank for each matrix: from shapes and layouts alone, equal on every rank.
 
 Vocabulary of this folder:
     matrix: a tensor that an optimizer updates in full, such as the q rows of a fused weight or one expert of a stack.
@@ -36,7 +36,7 @@ class Matrix(NamedTuple):
         parameter: FQN of the parameter.
         shape: Shape of the matrix.
         dtype: Name of its dtype.
-        index: Index in the parameter's first dim, which the matrix lacks. None: it has the parameter's dims.
+        expert: Index in the parameter's first dim, which the matrix lacks. None: it has the parameter's dims.
         dim: Dim of the parameter along which it is a section.
         start: First index along ``dim``.
         size: Number of indices along ``dim``. None: all of them.
@@ -46,7 +46,7 @@ class Matrix(NamedTuple):
     parameter: str
     shape: Index
     dtype: str
-    index: int | None = None
+    expert: int | None = None
     dim: int = 0
     start: int = 0
     size: int | None = None
@@ -68,7 +68,7 @@ class Matrix(NamedTuple):
         """Return this matrix as a view of a tensor with the parameter's global shape."""
         if self.size is not None:
             tensor = tensor.narrow(self.dim, self.start, self.size)
-        return tensor if self.index is None else tensor[self.index]
+        return tensor if self.expert is None else tensor[self.expert]
 
 
 def matrices_of(
@@ -177,7 +177,9 @@ class OwnerPlan:
                 there, back = (sum(pair[side] for pair in self.sent) for side in (0, 1))
                 text = f"  sent    {human(there)} of gradients and {human(back)} of values a step, the lower bound"
                 lines.append(f"{text}; {human((there + back) // self.world_size)} a rank")
-            lines.append(f"  chunks  {len(self.chunks)} of at most {human(self.bucket_bytes)} on an owner")
+            lines.append(
+                f"  chunks  {len(self.chunks)}, in each of an owner's matrices {human(self.bucket_bytes)} or one"
+            )
         chunk_of = {at: number for number, chunk in enumerate(self.chunks) for at in chunk}
         for at, matrix in enumerate(self.matrices):
             if name in (None, matrix.name, matrix.parameter):
@@ -262,7 +264,8 @@ def assign(
 
     ``maps`` are the layouts of the matrices' parameters. Only matrices of one kind share a chunk.
     """
-    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+    given: Any = bucket_bytes  # callers are untyped
+    if not isinstance(given, int) or given < 1:
         hint = "at least one byte"
         raise PlanError(Problem("invalid-argument", "bucket_bytes", found=repr(bucket_bytes), hint=hint))
     allowed, fixed = _allowed(matrices, world_size, owners)
@@ -306,13 +309,13 @@ class _Holdings:
         """Return the number of the matrix's elements on each rank that has some; empty without a layout."""
         if layout is None:
             return {}
-        key = id(layout), matrix.index, matrix.dim, matrix.start, matrix.size
+        key = id(layout), matrix.expert, matrix.dim, matrix.start, matrix.size
         if key not in self._known:
             low, high = [0] * len(layout.shape), list(layout.shape)
             if matrix.size is not None:
                 low[matrix.dim], high[matrix.dim] = matrix.start, matrix.start + matrix.size
-            if matrix.index is not None:
-                low[0], high[0] = matrix.index, matrix.index + 1
+            if matrix.expert is not None:
+                low[0], high[0] = matrix.expert, matrix.expert + 1
             if id(layout) not in self._boxes:
                 if (last := max(layout.ranks, default=-1)) >= world_size:
                     found = f"the layout names rank {last}, the group has {world_size} ranks"

@@ -22,7 +22,7 @@ _SUBJECT = "WholeMatrices.step"
 
 
 class Scaling(NamedTuple):
-    """What GradScaler says before a step."""
+    """The two tensors that GradScaler sets before a step."""
 
     found_inf: torch.Tensor | None = None
     grad_scale: torch.Tensor | None = None
@@ -49,11 +49,10 @@ def take_step(engine: Engine, scaling: Scaling) -> None:
     engine.broken = "a step failed when some owners had updated their state"
     problems: list[Problem] = []
     failures: list[Exception] = []
-    for turn in turns:
-        _update(turn, scaling, problems, failures)
+    stepped = [_update(turn, scaling, problems, failures) for turn in turns]
     _step_in_shards(engine, scaling, problems, failures)
     staged = [_send_back(turn) for turn in turns]
-    after = _hyperparameters(engine, turns)
+    after = _hyperparameters(turns, stepped)
     changed = any(any(values) for values in after.values())
     try:
         lines = ["the end of a step"]
@@ -181,9 +180,13 @@ def _turn(engine: Engine, block: Block, gradients: Gradients) -> _Turn:
     return _Turn(block, gradients, there, block.exchange.chunks_of(gradients.local))
 
 
-def _update(turn: _Turn, scaling: Scaling, problems: list[Problem], failures: list[Exception]) -> None:
-    """Send gradients to owners, and update their masters chunk by chunk, while the next chunk travels."""
-    block = turn.block
+def _update(turn: _Turn, scaling: Scaling, problems: list[Problem], failures: list[Exception]) -> list[int]:
+    """Send gradients to owners, and update their masters chunk by chunk, while the next chunk travels.
+
+    Returns:
+        The chunks in which this rank has updated matrices.
+    """
+    block, stepped = turn.block, list[int]()
 
     def starts() -> Iterator[Any]:
         for chunk, moving in turn.chunks.items():
@@ -197,12 +200,14 @@ def _update(turn: _Turn, scaling: Scaling, problems: list[Problem], failures: li
         try:
             _scale(list(arrived.values()), scaling.grad_scale)
             _update_chunk(block, chunk, arrived)
+            stepped.append(chunk)
         except Exception as error:
             owner = type(error).__name__
             failures.append(error)
             problems += [
                 Problem("rank-failed", f"optimizer of chunk {chunk}", found=f"{owner}: {_line(error)}", hint=_SEE)
             ]
+    return stepped
 
 
 _SEE = "see the traceback of that rank; parameters have their old values"
@@ -268,15 +273,14 @@ def _send_back(turn: _Turn) -> dict[str, torch.Tensor]:
 Values = list[dict[str, Any]]
 
 
-def _hyperparameters(engine: Engine, turns: Sequence[_Turn]) -> dict[tuple[int, int, int], Values]:
+def _hyperparameters(turns: Sequence[_Turn], stepped: Sequence[Sequence[int]]) -> dict[tuple[int, int, int], Values]:
     """Return what optimizers wrote to their groups, by block, family and chunk that this rank stepped."""
     found: dict[tuple[int, int, int], Values] = {}
-    for number, turn in enumerate(turns):
-        for chunk in turn.chunks:
+    for number, (turn, chunks) in enumerate(zip(turns, stepped, strict=True)):
+        for chunk in chunks:
             family = turn.block.family_of(chunk)
-            if (optimizer := family.optimizers.get(chunk)) is not None:
-                now = [_written(*pair) for pair in zip(optimizer.param_groups, family.outer, strict=True)]
-                found[number, turn.block.families.index(family), chunk] = now
+            now = [_written(*pair) for pair in zip(family.optimizers[chunk].param_groups, family.outer, strict=True)]
+            found[number, turn.block.families.index(family), chunk] = now
     return found
 
 
