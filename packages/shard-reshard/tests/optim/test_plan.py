@@ -67,7 +67,7 @@ def test_drawn_plans_keep_the_laws() -> None:
             assert set(plan.owners) <= allowed
         # The bytes are those of shard_reshard's own plans, both ways.
         for at, matrix in enumerate(plan.matrices):
-            if matrix.expert is None and prod(matrix.shape):
+            if matrix.expert is None and prod(matrix.shape) > 0:
                 assert plan.sent is not None
                 owner, layout = f"rank {plan.owners[at]}", layouts[matrix.name]
                 there = plan_reshard(matrix.shape, "float32", layout, owner)
