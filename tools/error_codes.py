@@ -16,6 +16,8 @@ from collections import defaultdict
 
 import repo
 
+# What makes a problem; `refusal` is shard-reshard's error of one problem.
+CALLS = ("Problem", "refusal")
 TABLE = repo.ROOT / "tools" / "error_codes.toml"
 PAGE = repo.ROOT / "docs" / "errors.md"
 HEAD = """# Error codes
@@ -34,7 +36,7 @@ def raised(rows: set[str]) -> tuple[dict[str, set[str]], set[str]]:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and node.value in rows:
                     users[str(node.value)].add(package.dist)
-                if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Problem" and node.args:
+                if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in CALLS and node.args:
                     code = node.args[0]
                     if isinstance(code, ast.Constant) and code.value not in rows:
                         unknown.add(f"{path.relative_to(repo.ROOT)}:{node.lineno}: {code.value!r}")

@@ -29,6 +29,7 @@ import torch.distributed.tensor  # here, or every child would load it
 from shard_reshard import (
     PlanError,
     StateDictResharder,
+    StateDictWork,
     load_safetensors,
     reshard_state_dict,
     save_safetensors,
@@ -60,9 +61,15 @@ class Fault:
         self.how = rng.choice(sorted(CALLERS))
         self.delay = rng.random() * 0.03
         self.atomic = rng.random() < 0.7
+        # Alike on all ranks, as the bytes of a bucket are; files have no such form.
+        self.call_options: dict[str, Any] = (
+            {"async_op": True, "in_flight": rng.randrange(3)} if rng.random() < 0.4 else {}
+        )
+        self.bucket_bytes = rng.choice([4096, 64 * 2**20])
 
     def __str__(self) -> str:
-        return f"{self.how}: {self.what} on rank {self.rank} in call {self.call}, atomic={self.atomic}"
+        options = f"atomic={self.atomic}, bucket_bytes={self.bucket_bytes}, {self.call_options}"
+        return f"{self.how}: {self.what} on rank {self.rank} in call {self.call}, {options}"
 
 
 def _dying(state: dict[str, Any], fault: Fault) -> None:
@@ -99,25 +106,37 @@ FAULTS: dict[str, Callable[[dict[str, Any], Fault], None]] = {
 
 
 def _one_shot(state: dict[str, Any], out: Any, size: int, fault: Fault, cache: dict[str, Any], step: int) -> Any:
-    return reshard_state_dict(state, out=out, **_layouts(size), atomic=fault.atomic)
+    return _waited(
+        reshard_state_dict(state, out=out, **_layouts(size, fault), atomic=fault.atomic, **fault.call_options)
+    )
 
 
 def _kept(state: dict[str, Any], out: Any, size: int, fault: Fault, cache: dict[str, Any], step: int) -> Any:
     if "resharder" not in cache:
-        cache["resharder"] = StateDictResharder(state, out=out, **_layouts(size))
-    return cache["resharder"](state, out=out, atomic=fault.atomic)
+        cache["resharder"] = StateDictResharder(state, out=out, **_layouts(size, fault))
+    return _waited(cache["resharder"](state, out=out, atomic=fault.atomic, **fault.call_options))
 
 
 def _changed(state: dict[str, Any], out: Any, size: int, fault: Fault, cache: dict[str, Any], step: int) -> Any:
     if "changed" not in cache:
-        cache["changed"] = StateDictResharder(state, out=out, **_layouts(size), changed_only=True)
-    return cache["changed"](state, out=out, atomic=fault.atomic)
+        cache["changed"] = StateDictResharder(state, out=out, **_layouts(size, fault), changed_only=True)
+    return _waited(cache["changed"](state, out=out, atomic=fault.atomic, **fault.call_options))
 
 
-def _layouts(size: int) -> dict[str, Any]:
+def _waited(result: Any) -> Any:
+    """Wait for a handle bucket by bucket; a result is returned as it is."""
+    if isinstance(result, StateDictWork):
+        for bucket in result.buckets:
+            bucket.wait()
+        return result.wait()
+    return result
+
+
+def _layouts(size: int, fault: Fault) -> dict[str, Any]:
     shapes = {name: tuple(value.shape) for name, value in full_values(0).items()}
     sources = dict.fromkeys(NAMES, f"{size}: S(0)")
-    return {"dst_layouts": f"{size}: S(-1)", "src_layouts": sources, "shapes": shapes}
+    layouts: dict[str, Any] = {"dst_layouts": f"{size}: S(-1)", "src_layouts": sources, "shapes": shapes}
+    return layouts | {"bucket_bytes": fault.bucket_bytes}
 
 
 def _from_files(state: dict[str, Any], out: Any, size: int, fault: Fault, cache: dict[str, Any], step: int) -> Any:
@@ -130,7 +149,7 @@ def _from_files(state: dict[str, Any], out: Any, size: int, fault: Fault, cache:
     waiting = time.monotonic() + 10  # any rank reads any header
     while time.monotonic() < waiting and not all(map(Path.exists, files)):
         time.sleep(0.01)
-    layouts = _layouts(size)
+    layouts = _layouts(size, fault)
     return load_safetensors(
         files, layouts["dst_layouts"], stored_as=layouts["src_layouts"], shapes=layouts["shapes"], out=out,
         atomic=fault.atomic, bucket_bytes=4096,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from ranktest import fake_cuda, fake_mesh
@@ -18,9 +16,6 @@ from shard_reshard import (
     reshard_local_shard,
     reshuffle_local_shard,
 )
-from shard_reshard.group import GroupInfo
-from shard_reshard.state_dict.agreement import Agreed, Question
-from shard_reshard.state_dict.plan import plan_state_dict
 from shard_spec.specs import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -85,18 +80,12 @@ def test_dtensors_and_the_functions_of_torch() -> None:
             assert [shard.tensor.device for shard in shards] == [device]
 
 
-def test_state_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What ranks tell each other before they plan is worked out here: a fake group has nobody to ask.
+def test_state_dicts() -> None:
+    # A fake group's other ranks have what this one has.
     layouts = {"q": "2: S(0)", "k": "2: S(0)", "norm": "2: R"}
     shapes = {"q": (8, 6), "k": (4, 6), "norm": (6,)}
     key_map = {"q": Part("qk"), "k": Part("qk", 8)}
 
-    def agreed(members: GroupInfo, question: Question, facts: Any, *rest: Any, **options: Any) -> Any:
-        layouts, keys, size, strict = question.dst_layouts, question.key_map, question.bucket_bytes, question.strict
-        plan = plan_state_dict([facts] * 2, layouts, keys, size, members.to_group, strict)
-        return Agreed(plan, (), True, ())
-
-    monkeypatch.setattr("shard_reshard.state_dict.resharder.agreed_plan", agreed)
     with fake_cuda(rank=1, world_size=2, strict=True) as device:
         sizes = {"q": (4, 6), "k": (2, 6), "norm": (6,)}
         state = {name: torch.empty(size, device=device) for name, size in sizes.items()}
@@ -110,3 +99,8 @@ def test_state_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
                     for _ in range(2):
                         moved = resharder(state, out=into, atomic=atomic)
                         assert [tensor.device for tensor in moved.values()] == [device, device]
+                        work = resharder(state, out=into, atomic=atomic, async_op=True)
+                        assert len(work.buckets) == (1 if bucket_bytes > 64 else 3)
+                        devices = [value.device for bucket in work.buckets for value in bucket.wait().values()]
+                        assert devices == [device, device]
+                        assert work.wait().keys() == {"qk", "norm"}

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shard_reshard.state_dict.pairs import Pair
     from shard_reshard.state_dict.plan import Part
     from shard_reshard.state_dict.resharder import StateDictResharder, reshard_state_dict
+    from shard_reshard.state_dict.work import BucketWork, StateDictWork
     from shard_reshard.testing import simulate
 
 __all__ = [
@@ -49,6 +50,8 @@ __all__ = [
     "reshard_sharded_tensor",
     "reshard_state_dict",
     "StateDictResharder",
+    "StateDictWork",
+    "BucketWork",
     "Part",
     "Pair",
     "record_layouts",
@@ -86,6 +89,7 @@ __getattr__, __dir__ = lazy_exports(
         ),
         "state_dict.resharder": ("reshard_state_dict", "StateDictResharder"),
         "state_dict.outputs": ("Progress",),
+        "state_dict.work": ("StateDictWork", "BucketWork"),
         "state_dict.plan": ("Part",),
         "state_dict.pairs": ("Pair",),
         "optim.optimizer": ("WholeMatrices",),

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument("--dtype", default="float32", help="dtype of the source (default: float32)")
     explain.add_argument("--out-dtype", default=None, help="dtype of the destination (default: the source's)")
     explain.add_argument("--max-workspace-bytes", type=int, default=None, help="bound of a rank's buffers")
+    explain.add_argument("--hosts", type=int, default=None, help="ranks of a host (default: all links are alike)")
     arguments = parser.parse_args(argv)
     try:
         shape = tuple(int(size) for size in arguments.shape.split(",") if size.strip())
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.dst,
             out_dtype=arguments.out_dtype,
             max_workspace_bytes=arguments.max_workspace_bytes,
+            hosts=arguments.hosts,
         )
         print(plan.explain())
     except PlanError as error:

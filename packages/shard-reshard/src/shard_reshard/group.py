@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shard_reshard._shared import consensus
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard._torch_compat import is_fake
 
 BEFORE_MOVING = "nothing was moved"
@@ -34,33 +34,44 @@ class GroupInfo(NamedTuple):
     def group(self) -> dist.ProcessGroup:
         """The group, while it lives."""
         if (group := self.reference()) is None:
-            raise PlanError(Problem("no-process-group", "group", found="it was destroyed", hint="make this anew"))
+            raise refusal("no-process-group", "group", found="it was destroyed", hint="make this anew")
         return group
 
     def to_group(self, rank: int) -> int:
         """The group's number for a global rank."""
         if rank not in self.global_ranks:
-            reason = f"global rank {rank}, the group has the global ranks {list(self.global_ranks)}"
-            hint = "pass a group= that holds every rank of both layouts"
-            raise PlanError(Problem("rank-outside-mesh", "group", found=reason, hint=hint))
+            raise refusal(
+                "rank-outside-mesh",
+                "group",
+                found=f"global rank {rank}, the group has the global ranks {list(self.global_ranks)}",
+                hint="pass a group= that holds every rank of both layouts",
+            )
         return self.global_ranks.index(rank)
 
 
 def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     """Return the properties of ``group``; None is the default group."""
     if not (dist.is_available() and dist.is_initialized()):
-        hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
-        raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
+        raise refusal(
+            "no-process-group",
+            found="torch.distributed is not initialized",
+            hint="call torch.distributed.init_process_group first; plan_reshard and simulate need no process group",
+        )
     given: Any = group  # callers are untyped
     if isinstance(given, str) or hasattr(given, "mesh_dim_names"):  # an axis, or a DeviceMesh
-        hint = "pass a process group, as mesh.get_group('tp') returns it"
-        raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
+        raise refusal(
+            "wrong-type",
+            "group",
+            found=f"{group!r:.100}",
+            hint="pass a process group, as mesh.get_group('tp') returns it",
+        )
     group = dist.group.WORLD if group is None else group
     # From the group itself: a group across several jobs has ranks outside of any default group.
     rank = group.rank() if isinstance(group, dist.ProcessGroup) else -1
     if rank < 0 or group is None:
-        hint = "call from members only"
-        raise PlanError(Problem("rank-outside-mesh", "group", found="this process is not in the group", hint=hint))
+        raise refusal(
+            "rank-outside-mesh", "group", found="this process is not in the group", hint="call from members only"
+        )
     return GroupInfo(weakref.ref(group), rank, tuple(dist.get_process_group_ranks(group)), group.size())
 
 
@@ -74,7 +85,7 @@ def data_device(group: dist.ProcessGroup) -> torch.device:
 def check_mode(check: str) -> str:
     """Return ``check`` if it is a valid mode."""
     if check not in ("first", "always"):
-        raise PlanError(Problem("invalid-argument", "check", found=repr(check), hint="'first' or 'always'"))
+        raise refusal("invalid-argument", "check", found=repr(check), hint="'first' or 'always'")
     return check
 
 
@@ -131,8 +142,11 @@ def condensed(problems: Iterable[Problem]) -> tuple[Problem, ...]:
         if len(alike) <= _ALIKE:
             lines += alike
         else:
-            found = f"{len(alike):,} of these, such as {alike[0].name}: {alike[0].found}"
-            lines.append(replace(alike[0], name=pattern, found=found))
+            lines.append(
+                replace(
+                    alike[0], name=pattern, found=f"{len(alike):,} of these, such as {alike[0].name}: {alike[0].found}"
+                )
+            )
     by_code: dict[str, int] = {}
     shown = []
     for line in lines:

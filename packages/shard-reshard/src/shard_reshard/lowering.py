@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from math import prod
 from operator import add, itemgetter
 from typing import NamedTuple
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import refusal
 from shard_reshard.layout.shard_map import ITEMSIZES, REDUCED_IN_FLOAT32, Index, human, new_tuple
 from shard_reshard.plan import Copy, Plan, RankSchedule, all_ranks_copies, is_local, rank_schedule
 
 
+@lru_cache(maxsize=1024)
 def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
     """Return the number of rounds of a stage (or one addend). The same on every rank.
 
@@ -29,32 +30,32 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
     buffers, for sends and receives, may use half of the bound. A bound that single elements exceed is refused.
     """
     assert plan.max_workspace_bytes is not None
-    cache: dict[object, int] = plan.__dict__.setdefault("_rounds", {})
-    key = stage, partial_index
-    if key not in cache:
-        # Elements of every message, by pair of ranks; for each rank, of those that it sends or receives.
-        pairs = Counter[tuple[int, int]]()
-        for copy in all_ranks_copies(plan):
-            if copy.stage == stage and partial_index in (None, copy.partial_index) and copy.src_rank != copy.dst_rank:
-                pairs[copy.src_rank, copy.dst_rank] += copy.numel
-        by_rank: list[list[int]] = [[] for _ in range(plan.world_size)]
-        for pair, size in pairs.items():
-            for rank in pair:
-                by_rank[rank].append(size)
-        rounds = 1
-        for messages in by_rank:
-            total = sum(messages)
-            # A round, one of two in flight, may hold one more element of each message than the average.
-            room = plan.max_workspace_bytes // 2 // plan.itemsize - len(messages)
-            if total > room + len(messages):
-                if room < 1:
-                    found = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
-                    least = 2 * (len(messages) + 1) * plan.itemsize
-                    hint = f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few"
-                    raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint))
-                rounds = max(rounds, -(-total // room))
-        cache[key] = rounds
-    return cache[key]
+    # Elements of every message, by pair of ranks; for each rank, of those that it sends or receives.
+    pairs = Counter[tuple[int, int]]()
+    for copy in all_ranks_copies(plan):
+        if copy.stage == stage and partial_index in (None, copy.partial_index) and copy.src_rank != copy.dst_rank:
+            pairs[copy.src_rank, copy.dst_rank] += copy.numel
+    by_rank: list[list[int]] = [[] for _ in range(plan.world_size)]
+    for pair, size in pairs.items():
+        for rank in pair:
+            by_rank[rank].append(size)
+    rounds = 1
+    for messages in by_rank:
+        total = sum(messages)
+        # A round, one of two in flight, may hold one more element of each message than the average.
+        room = plan.max_workspace_bytes // 2 // plan.itemsize - len(messages)
+        if total > room + len(messages):
+            if room < 1:
+                reason = f"{human(plan.max_workspace_bytes)} for {len(messages)} messages of a rank"
+                least = 2 * (len(messages) + 1) * plan.itemsize
+                raise refusal(
+                    "invalid-argument",
+                    "max_workspace_bytes",
+                    found=reason,
+                    hint=f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few",
+                )
+            rounds = max(rounds, -(-total // room))
+    return rounds
 
 
 def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index, Index]]:
@@ -95,7 +96,7 @@ class Program:
         rank: The rank in the group.
         world_size: Size of the group.
         src_shapes, dst_shapes: Shapes of the local tensors, those of all plans concatenated.
-        src_base, dst_base: For each plan, the index of its first tensor in these lists; one more entry closes the last.
+        src_plan, dst_plan: For each of these local tensors the number of its plan.
         steps: The collectives, in order.
         order: Plans in the order of a message: of falling element size, so that every place is aligned.
         overlaps: True if the next step is posted before a step is unpacked.
@@ -106,8 +107,8 @@ class Program:
     world_size: int
     src_shapes: tuple[Index, ...]
     dst_shapes: tuple[Index, ...]
-    src_base: tuple[int, ...]
-    dst_base: tuple[int, ...]
+    src_plan: tuple[int, ...]
+    dst_plan: tuple[int, ...]
     steps: tuple[Step, ...]
     order: tuple[int, ...]
     overlaps: bool
@@ -116,10 +117,9 @@ class Program:
     def accumulator_bytes(self) -> int:
         """Bytes of accumulators for reductions that cannot use the result."""
         return sum(
-            ITEMSIZES[reduction_dtype(plan)]
-            * sum(map(prod, self.dst_shapes[self.dst_base[at] : self.dst_base[at + 1]]))
-            for at, plan in enumerate(self.plans)
-            if accumulates_apart(plan)
+            ITEMSIZES[reduction_dtype(self.plans[at])] * prod(shape)
+            for at, shape in zip(self.dst_plan, self.dst_shapes, strict=True)
+            if accumulates_apart(self.plans[at])
         )
 
 
@@ -164,7 +164,9 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
     src, dst = (tuple(shape for shapes in side for shape in shapes) for side in (src_shapes, dst_shapes))
     order = tuple(sorted(range(len(plans)), key=lambda at: (-plans[at].itemsize, at)))
     overlaps = any(plan.max_workspace_bytes is not None for plan in plans)
-    return Program(plans, rank, world_size, src, dst, src_base, dst_base, tuple(steps), order, overlaps)
+    src_plan = tuple([at for at, shapes in enumerate(src_shapes) for _ in shapes])
+    dst_plan = tuple([at for at, shapes in enumerate(dst_shapes) for _ in shapes])
+    return Program(plans, rank, world_size, src, dst, src_plan, dst_plan, tuple(steps), order, overlaps)
 
 
 def _placed(part: RankSchedule, base: tuple[int, int], places: tuple[Places, Places]) -> RankSchedule:

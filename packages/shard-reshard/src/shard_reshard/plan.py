@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from operator import add, attrgetter, sub
@@ -38,6 +38,8 @@ class Plan:
         dst: Layout of the destination.
         max_workspace_bytes: The most bytes of temporary buffers a rank may use, or None.
         adjoint: True for a plan of gradients: values that arrive at one place from several ranks are added up.
+        hosts: The host of each rank, numbered from 0, or None. Senders on the receiver's host are preferred, and a host
+            whose ranks all lack a value gets one copy of it.
     """
 
     shape: Index
@@ -47,6 +49,7 @@ class Plan:
     dst: ShardMap
     max_workspace_bytes: int | None = None
     adjoint: bool = False
+    hosts: tuple[int, ...] | None = None
 
     # ---- identity ---------------------------------------------------------------------------------------------
 
@@ -67,6 +70,8 @@ class Plan:
             "max_workspace_bytes": self.max_workspace_bytes,
             "adjoint": self.adjoint,
         }
+        if self.hosts is not None:
+            data["hosts"] = list(self.hosts)
         return json.dumps(data, separators=(",", ":"), sort_keys=True)
 
     # ---- derived ----------------------------------------------------------------------------------------------
@@ -111,13 +116,20 @@ class Plan:
 
     @cached_property
     def uses_scatter_allgather(self) -> bool:
-        """True if replicated destinations are filled by scatter and all-gather (see `_busiest`)."""
+        """True if replicated destinations are filled by scatter and all-gather: over all replicas where that loads the
+        busiest rank less (see `_busiest`), else on each host that lacks the data on several ranks.
+        """
         if self.is_identity or self.adjoint or self.dst.num_partials > 1:
             return False
         if self.dst.max_replicas == 1 or 0 in self.shape:  # nothing to relay
             return False
         if self.src.num_partials > 1 and self.dtype != self.out_dtype:
             return False  # relayed values would be rounded to the wire dtype: replicas would differ
+        if self.hosts is not None and self.src.num_partials == 1:
+            return any(
+                next(_relay_groups(src.owners[0], receivers_of(self, dst), True, self.hosts), None)
+                for src, dst in crossings(self)
+            )
         direct, relayed = _busiest(self)
         return relayed + SMALLEST_PART_BYTES <= direct  # a second exchange has to pay off
 
@@ -134,13 +146,8 @@ class Plan:
 
         ``plan.transpose().transpose() == plan``.
         """
-        turned: Self | None = self.__dict__.get("_transposed")
-        if turned is None:
-            turned = type(self)(
-                self.shape, self.out_dtype, self.dtype, self.dst, self.src, self.max_workspace_bytes, not self.adjoint
-            )
-            self.__dict__["_transposed"], turned.__dict__["_transposed"] = turned, self
-        return turned
+        dtypes, layouts = (self.out_dtype, self.dtype), (self.dst, self.src)
+        return type(self)(self.shape, *dtypes, *layouts, self.max_workspace_bytes, not self.adjoint, self.hosts)
 
 
 def group_problems(plans: Iterable[Plan], size: int) -> list[Problem]:
@@ -148,8 +155,14 @@ def group_problems(plans: Iterable[Plan], size: int) -> list[Problem]:
     highest = max((plan.world_size for plan in plans), default=0)
     if highest <= size:
         return []
-    reason = f"a layout names rank {highest - 1}, the group has {size} ranks"
-    return [Problem("rank-outside-mesh", "group", found=reason, hint="pass a larger group=")]
+    return [
+        Problem(
+            "rank-outside-mesh",
+            "group",
+            found=f"a layout names rank {highest - 1}, the group has {size} ranks",
+            hint="pass a larger group=",
+        )
+    ]
 
 
 def _busiest(plan: Plan) -> tuple[int, int]:
@@ -208,8 +221,7 @@ def check_plan(plan: Plan) -> None:
         add("dtype-mismatch", "dtype", f"{plan.dtype} to {plan.out_dtype}", "take the real part before")
     limit = plan.max_workspace_bytes
     if limit is not None and limit < 1:
-        reason = f"max_workspace_bytes={limit}"
-        add("invalid-argument", "max_workspace_bytes", reason, "at least one byte, or None")
+        add("invalid-argument", "max_workspace_bytes", f"max_workspace_bytes={limit}", "at least one byte, or None")
     if problems:
         raise PlanError(problems)
 
@@ -331,21 +343,17 @@ class RankSchedule(NamedTuple):
     own: tuple[Copy, ...]  # local copies
 
 
+@lru_cache(maxsize=1024)  # a process uses its own rank of the plans of a few models
 def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
     """Return sends, receives and local copies of ``rank`` by stage, from its own boxes."""
-    cache: dict[int, tuple[RankSchedule, ...]] = plan.__dict__.setdefault("_schedules", {})
-    if rank not in cache:
-        if len(cache) >= 4:  # a process uses one rank, simulations use all
-            cache.pop(next(iter(cache)))
-        arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
-        parts = []
-        for stage in range(2 if plan.uses_scatter_allgather else 1):
-            here = _by_peer(plan, [copy for copy in arriving if copy.stage == stage], attrgetter("src_rank"))
-            sends = _by_peer(plan, [copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
-            own = here.pop(rank, ())
-            parts.append(RankSchedule(sends, here, own))
-        cache[rank] = tuple(parts)
-    return cache[rank]
+    arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
+    parts = []
+    for stage in range(2 if plan.uses_scatter_allgather else 1):
+        receives = _by_peer(plan, [copy for copy in arriving if copy.stage == stage], attrgetter("src_rank"))
+        sends = _by_peer(plan, [copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
+        own = receives.pop(rank, ())
+        parts.append(RankSchedule(sends, receives, own))
+    return tuple(parts)
 
 
 def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
@@ -354,27 +362,24 @@ def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
         yield from copies_of(plan, rank, plan.uses_scatter_allgather)[0]
 
 
+@lru_cache(maxsize=4096)
 def is_local(plan: Plan) -> bool:
     """Return True if no rank sends anything."""
     if plan.adjoint:
         return is_local(plan.transpose())
     if plan.is_identity or plan.src.num_partials > 1:
         return plan.is_identity
-    cached: bool | None = plan.__dict__.get("_is_local")
-    if cached is None:
-        cached = plan.__dict__["_is_local"] = True
-        for rank in plan.dst.ranks:
-            held = plan.src.pieces(rank)
-            for box in plan.dst.pieces(rank):
-                common = 0  # elements held already
-                for other in held:
-                    low, high = map(max, box.start, other.start), map(min, box.stop, other.stop)
-                    common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
-                lacks = common < prod(map(sub, box.stop, box.start))
-                if lacks and rank in receivers_of(plan, next(plan.dst.cross(box.start, box.stop))):
-                    plan.__dict__["_is_local"] = False
-                    return False
-    return cached
+    for rank in plan.dst.ranks:
+        held = plan.src.pieces(rank)
+        for box in plan.dst.pieces(rank):
+            common = 0  # elements held already
+            for other in held:
+                low, high = map(max, box.start, other.start), map(min, box.stop, other.stop)
+                common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
+            lacks = common < prod(map(sub, box.stop, box.start))
+            if lacks and rank in receivers_of(plan, next(plan.dst.cross(box.start, box.stop))):
+                return False
+    return True
 
 
 def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy]]:
@@ -392,8 +397,9 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
         ], []
     arriving: list[Copy] = []
     leaving: list[Copy] = []
-    # Without addends and relays most boxes have one sender, chosen alike by both ends: the lean case of large worlds.
-    direct = not relay and plan.src.num_partials == plan.dst.num_partials == 1
+    # Without addends, relays and hosts most boxes have one sender: the lean case of large worlds makes no moves for it.
+    itemsize, hosts = plan.itemsize, plan.hosts
+    direct = not relay and hosts is None and plan.src.num_partials == plan.dst.num_partials == 1
     for start, stop, tensor, local_start in plan.dst.pieces(rank):
         shift = tuple(map(sub, local_start, start))
         for cell in plan.dst.cross(start, stop):
@@ -401,13 +407,14 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
             for src in plan.src.cross(start, stop) if rank in receivers else ():
                 low, high, there, addends, tensors = src
                 owners, sizes = addends[0], tuple(map(sub, high, low))
-                if direct and (len(owners) == 1 or rank in owners or num_shares(owners, sizes, plan.itemsize) < 2):
-                    sender, here = rank if rank in owners else owners[rank % len(owners)], tuple(map(add, low, shift))
+                chosen = owners if len(owners) == 1 else senders(owners, rank, sizes, itemsize)
+                if direct and len(chosen) == 1:
+                    sender, here = chosen[0], tuple(map(add, low, shift))
                     number = 0 if tensors is None else tensors[sender]
                     arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
                     continue
                 dst = cut_cell(cell, low, high)
-                for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
+                for move in moves(src, dst, receivers, itemsize, relay, rank, hosts):
                     if move.dst_rank == rank:
                         arriving.append(make_copy(move, src, dst))
                     elif move.stage == 1:
@@ -422,15 +429,15 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
                 if direct and holding.issuperset(receivers):
                     continue
                 sizes = tuple(map(sub, high, low))
-                if direct and (count == 1 or num_shares(owners, sizes, plan.itemsize) < 2):
+                if direct and (count == 1 or len(senders(owners, -1, sizes, itemsize)) == 1):
                     here = tuple(map(add, low, shift))
                     for to in receivers:
-                        if to not in holding and (count == 1 or owners[to % count] == rank):
+                        if to not in holding and (count == 1 or senders(owners, to, sizes, itemsize)[0] == rank):
                             number = 0 if tensors is None else tensors[to]
                             leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, to, tensor, here, number, there)))
                     continue
                 src = cut_cell(cell, low, high)
-                for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
+                for move in moves(src, dst, receivers, itemsize, relay, rank, hosts):
                     if move.src_rank == rank and move.dst_rank != rank and move.stage == 0:
                         leaving.append(make_copy(move, src, dst))
     return arriving, leaving
@@ -472,39 +479,64 @@ def turned(copy: Copy) -> Copy:
     )
 
 
-def moves(src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int) -> Iterator[Move]:
+Hosts = Sequence[int] | None
+
+
+def moves(
+    src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int, hosts: Hosts = None
+) -> Iterator[Move]:
     """Yield the moves of rank ``me`` for two cells, both cut to their common box."""
     sizes = tuple(map(sub, src.stop, src.start))
     if len(src.owners) > 1:
-        yield from _reducing(src.owners, receivers, sizes, relay, me)
+        yield from _reducing(src.owners, receivers, sizes, relay, me, hosts)
         return
     (owners,) = src.owners
     holding = owners if len(owners) < 8 else frozenset(owners)
     if me in receivers and me in holding:
         yield Move(0, 0, me, me, (0,) * len(sizes), sizes)
-    missing = [rank for rank in receivers if rank not in holding]
-    if relay and len(missing) > 1:
-        yield from _relayed(owners, missing, sizes, me)
-    elif me in holding:
-        for rank in missing:
-            yield from (move for move in fetch_moves(owners, rank, sizes, itemsize) if move.src_rank == me)
-    elif me in receivers:
-        yield from fetch_moves(owners, me, sizes, itemsize)
+    relayed: set[int] = set()
+    for group in _relay_groups(owners, receivers, relay, hosts):
+        yield from _relayed(owners, group, sizes, me)
+        relayed.update(group)
+    # A sender looks at every receiver, a receiver at itself.
+    for rank in receivers if me in holding else (me,) if me in receivers else ():
+        if rank not in holding and rank not in relayed:
+            yield from (m for m in fetch_moves(owners, rank, sizes, itemsize, hosts) if me in (m.src_rank, rank))
 
 
-def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
-    """Return the number of owners that share a box. 0 and 1 mean that one owner sends all of it."""
-    return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
+def senders(
+    owners: Sequence[int], rank: int, sizes: Index = (0,), itemsize: int = 1, hosts: Hosts = None
+) -> Sequence[int]:
+    """Return the ranks that send a box to ``rank``, in the order of their shares: the one rule for choosing senders.
+
+    A rank that has the box itself, else one owner, or several for a large box; those on the rank's host if there are
+    any. Different ranks begin with different owners.
+    """
+    if rank in owners:
+        return (rank,)
+    near = owners if hosts is None else [owner for owner in owners if hosts[owner] == hosts[rank]] or owners
+    count = max(1, min(len(near), prod(sizes) * itemsize // SMALLEST_PART_BYTES))
+    return [near[(rank + number) % len(near)] for number in range(count)]
 
 
-def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int) -> Iterator[Move]:
+def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int, hosts: Hosts = None) -> Iterator[Move]:
     """Yield a box's moves to ``rank``, from one owner or in shares from several."""
-    shares = num_shares(owners, sizes, itemsize)
-    if shares <= 1:
-        yield Move(0, 0, owners[rank % len(owners)], rank, (0,) * len(sizes), sizes)
+    chosen = senders(owners, rank, sizes, itemsize, hosts)
+    for sender, (offset, part) in zip(chosen, split_box(sizes, len(chosen)), strict=False):
+        yield Move(0, 0, sender, rank, offset, part)
+
+
+def _relay_groups(owners: Sequence[int], receivers: Sequence[int], relay: bool, hosts: Hosts) -> Iterator[list[int]]:
+    """Yield the receivers that fetch shares of a box and pass them on to each other: two or more, on one host."""
+    holding, by_host = frozenset(owners), dict[int, list[int]]()
+    if not relay:
         return
-    for number, (offset, part) in enumerate(split_box(sizes, shares)):
-        yield Move(0, 0, owners[(rank + number) % len(owners)], rank, offset, part)
+    served = set() if hosts is None else {hosts[owner] for owner in owners}  # they fetch it on their host
+    for rank in receivers:
+        host = 0 if hosts is None else hosts[rank]
+        if rank not in holding and host not in served:
+            by_host.setdefault(host, []).append(rank)
+    yield from (group for group in by_host.values() if len(group) > 1)
 
 
 def _relayed(owners: Sequence[int], missing: list[int], sizes: Index, me: int) -> Iterator[Move]:
@@ -524,23 +556,25 @@ def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index,
 
 
 def _reducing(
-    owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int
+    owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int, hosts: Hosts
 ) -> Iterator[Move]:
     """Send every addend to the reducers: all receivers, or with ``relay`` one for each share."""
     if not relay or len(receivers) == 1:
         for rank in receivers:
-            yield from _addends(owners, rank, (0,) * len(sizes), sizes, me)
+            yield from _addends(owners, rank, (0,) * len(sizes), sizes, me, hosts)
         return
     contributing = {rank for ranks in owners for rank in ranks}  # their own addend is local
     reducers = [rank for rank in receivers if rank in contributing] or list(receivers)  # fewer transfers
     for number, (offset, part) in enumerate(split_box(sizes, len(reducers))):
-        yield from _addends(owners, reducers[number], offset, part, me)
+        yield from _addends(owners, reducers[number], offset, part, me, hosts)
         yield from _passed_on(reducers[number], receivers, offset, part, me)
 
 
-def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int) -> Iterator[Move]:
+def _addends(
+    owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int, hosts: Hosts
+) -> Iterator[Move]:
     """All addends to one rank, each from one holder. They arrive in one shape, to be reduced."""
     for partial_index, ranks in enumerate(owners):
-        source = rank if rank in ranks else ranks[rank % len(ranks)]
+        (source,) = senders(ranks, rank, hosts=hosts)
         if me in (rank, source):
             yield Move(0, partial_index, source, rank, offset, sizes)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from math import prod
 from operator import add, index, sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap, dtype_name, human
 from shard_reshard.lowering import buffer_bytes, build_program
@@ -39,6 +39,7 @@ def plan_reshard(
     *,
     out_dtype: torch.dtype | str | None = None,
     max_workspace_bytes: int | None = None,
+    hosts: int | Sequence[Any] | None = None,
 ) -> ReshardPlan:
     """Plan a tensor's move from one layout to another, without process group or data.
 
@@ -50,6 +51,10 @@ def plan_reshard(
         out_dtype: The destination's dtype; None: the source's. Values are cast on the side that sends fewer bytes.
         max_workspace_bytes: The most bytes of buffers on a rank; more than one collective if needed. float32
             accumulators for half precision come on top: ``workspace_bytes(rank)`` of the plan includes them.
+        hosts: The number of ranks of a host, or the host of each rank in any form that compares (``["a", "a", "b"]``).
+            Then values come from a rank on the receiver's host where one has them, and a host whose ranks all lack a
+            value gets one copy, which its ranks pass on: ``host_bytes`` is ``host_lower_bound`` for layouts without
+            partial values. None: all links are alike.
 
     Returns:
         A plan with ``explain()``, ``digest``, ``to_json()``, ``bytes_matrix``, ``lower_bound``, ``transpose()``.
@@ -59,9 +64,25 @@ def plan_reshard(
     """
     if not isinstance(shape, Sequence | None):
         hint = "pass sizes: the order is plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are untyped
-        raise PlanError(Problem("wrong-type", "shape", found=repr(shape), hint=hint))
+        raise refusal("wrong-type", "shape", found=repr(shape), hint=hint)
     out = None if out_dtype is None else dtype_name(out_dtype)
-    return cached_plan(*resolve_layouts(shape, src, dst), dtype_name(dtype), out, max_workspace_bytes)
+    layouts = resolve_layouts(shape, src, dst)
+    numbered = None if hosts is None else _numbered_hosts(hosts, *layouts)
+    return cached_plan(*layouts, dtype_name(dtype), out, max_workspace_bytes, numbered)
+
+
+def _numbered_hosts(hosts: int | Sequence[Any], src: ShardMap, dst: ShardMap) -> tuple[int, ...] | None:
+    """Return the host of each rank of both layouts as a number; None where all ranks are on one host."""
+    size = max((max(side.ranks, default=-1) for side in (src, dst)), default=-1) + 1
+    hint = "pass the number of ranks of a host, or a list with the host of each rank"
+    if isinstance(hosts, int) and hosts > 0:
+        listed: Sequence[Any] = [rank // hosts for rank in range(size)]
+    elif isinstance(hosts, Sequence) and not isinstance(hosts, str) and len(hosts) >= size:
+        listed = hosts[:size]
+    else:
+        raise refusal("invalid-argument", "hosts", found=f"{hosts!r:.100} for {size} ranks", hint=hint)
+    order = {host: number for number, host in enumerate(dict.fromkeys(listed))}
+    return tuple(order[host] for host in listed) if len(order) > 1 else None
 
 
 def resolve_layouts(
@@ -88,18 +109,22 @@ def make_plan(
     dtype: torch.dtype | str,
     out_dtype: torch.dtype | str | None = None,
     max_workspace_bytes: int | None = None,
+    hosts: tuple[int, ...] | None = None,
 ) -> ReshardPlan:
     """Build a validated plan between two shard maps."""
     if src.shape != dst.shape:
-        reason = f"source of {src.shape}, destination of {dst.shape}"
-        raise PlanError(Problem("shape-mismatch", found=reason, hint="both layouts are of one global tensor"))
+        raise refusal(
+            "shape-mismatch",
+            found=f"source of {src.shape}, destination of {dst.shape}",
+            hint="both layouts are of one global tensor",
+        )
     names = dtype_name(dtype), dtype_name(dtype if out_dtype is None else out_dtype)
     try:  # a Python int: cached plans are compared by equality, and sent as JSON
         limit = None if max_workspace_bytes is None else index(max_workspace_bytes)
     except TypeError:
         reason, hint = repr(max_workspace_bytes), "a whole number of bytes, or None"
-        raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=reason, hint=hint)) from None
-    plan = ReshardPlan(src.shape, *names, src, dst, limit)
+        raise refusal("invalid-argument", "max_workspace_bytes", found=reason, hint=hint) from None
+    plan = ReshardPlan(src.shape, *names, src, dst, limit, hosts=hosts)
     check_plan(plan)
     return plan
 
@@ -149,6 +174,32 @@ class ReshardPlan(Plan):
                 elements += size * (len(src.owners) + len(receivers) - (2 if meets else 1))
         return elements * self.itemsize
 
+    @cached_property
+    def host_bytes(self) -> int:
+        """Bytes sent between hosts; 0 without ``hosts``."""
+        if (hosts := self.hosts) is None:
+            return 0
+        pairs = [(a, b) for a in range(self.world_size) for b in range(self.world_size) if hosts[a] != hosts[b]]
+        return sum(self.bytes_matrix[a][b] for a, b in pairs)
+
+    @cached_property
+    def host_lower_bound(self) -> int:
+        """Minimum bytes between hosts for any algorithm: each host that lacks a value receives it once."""
+        if self.adjoint:
+            return self.transpose().host_lower_bound
+        if (hosts := self.hosts) is None or self.is_identity:
+            return 0
+        elements = 0
+        for src, dst in crossings(self):
+            receiving = {hosts[rank] for rank in receivers_of(self, dst)}
+            holding = [{hosts[rank] for rank in ranks} for ranks in src.owners]
+            lacking = sum(not all(host in hosts_of for hosts_of in holding) for host in receiving)
+            # An addend on one host alone reaches every receiving host: transfers connect all of these.
+            alone = {host for hosts_of in holding if len(hosts_of) == 1 for host in hosts_of}
+            links = max(lacking, len(receiving | alone) - 1 if alone else 0)
+            elements += prod(map(sub, src.stop, src.start)) * links
+        return elements * self.itemsize
+
     def workspace_bytes(self, rank: int) -> int:
         """Return the peak bytes of temporary buffers on ``rank`` for contiguous tensors."""
         return buffer_bytes(build_program((self,), rank, self.world_size))
@@ -171,6 +222,10 @@ class ReshardPlan(Plan):
         bound = self.lower_bound
         ratio = f"{self.wire_bytes / bound:.2f} x the lower bound of {human(bound)}" if bound else "lower bound 0"
         lines.append(f"  wire  {human(self.wire_bytes)} as {self.wire_dtype}, {ratio}")
+        if self.hosts is not None:
+            least, between = self.host_lower_bound, self.host_bytes
+            ratio = f"{between / least:.2f} x the lower bound of {human(least)}" if least else "lower bound 0"
+            lines.append(f"  hosts {human(between)} between {len(set(self.hosts))} hosts, {ratio}")
         steps = sum(step.exchanges for step in build_program((self,), 0, self.world_size).steps)
         how = "one all-to-all" if steps == 1 else f"{steps} all-to-alls"
         if self.uses_scatter_allgather:

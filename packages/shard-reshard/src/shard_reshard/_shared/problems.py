@@ -11,3 +11,8 @@ def raise_problems(problems: Iterable[Problem]) -> None:
     problems = tuple(problems)
     if problems:
         raise PlanError(problems)
+
+
+def refusal(code: str, name: str = "", dim: int | None = None, *, found: str = "", hint: str = "") -> PlanError:
+    """Return the error for one problem, for example ``refusal("missing-argument", "shape", hint="pass shape=")``."""
+    return PlanError(Problem(code, name, dim, found=found, hint=hint))

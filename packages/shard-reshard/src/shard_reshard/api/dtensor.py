@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shard_reshard._shared.dtensor import as_dtensor
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, refusal
 from shard_reshard._torch_compat import dtensor_maker, mesh_groups, outside_of_graphs, real_tensors
 from shard_reshard.api.reshard import find_mover, move
-from shard_reshard.execution.mover import Mover, memo, remember
+from shard_reshard.execution.mover import Mover, schedules
 from shard_reshard.group import group_info, raise_on_all_ranks
 
 
@@ -53,12 +53,16 @@ def redistribute(
     }
     for name, (value, kind, hint) in expected_types.items():
         if not isinstance(value, kind):
-            raise PlanError(Problem("wrong-type", name, found=f"a {type(value).__name__}", hint=hint))
+            raise refusal("wrong-type", name, found=f"a {type(value).__name__}", hint=hint)
     try:
         listed: Any = placements  # of any type
         if not isinstance(listed, Sequence) or not all(isinstance(p, Placement) for p in listed):
-            hint = "pass placements, such as [Shard(0)], one for each axis"
-            raise PlanError(Problem("wrong-type", "placements", found=repr(placements), hint=hint))
+            raise refusal(
+                "wrong-type",
+                "placements",
+                found=repr(placements),
+                hint="pass placements, such as [Shard(0)], one for each axis",
+            )
         ndim = dtensor.dim()  # dims are counted from the front, as in DTensor itself
         placements = tuple(
             [Shard(p.dim + ndim) if isinstance(p, Shard) and -ndim <= p.dim < 0 else p for p in placements]
@@ -91,14 +95,14 @@ class _Redistribute(torch.autograd.Function):
         groups = mesh_groups(source[0]), mesh_groups(mesh), group is None
         key = *source, mesh, placements, shape, dtensor.dtype, groups
         owner: Any = group or dist.group.WORLD
-        route: _Route | None = None if owner is None else memo.get(owner, {}).get("call", {}).get(key)
+        route: _Route | None = None if owner is None else schedules.of(owner, "call").get(key)
         if route is None:
             there = dtensor.device_mesh.get_coordinate() is not None
             tensors = [dtensor.to_local()] if there else []  # outside ranks hold an empty one
             members, target = group_info(group or _union_group(source[0], mesh)), (mesh, placements)
             mover, _ = find_mover(members, tensors, source, target, shape, dtype=dtensor.dtype)
             route = _Route(mover, there, [])
-            remember(owner, "call", key, route)
+            schedules.put(owner, "call", key, route)
         local = dtensor.to_local()
         moved = move(route.mover, local if route.holds_source else None, None, False)
         if moved is None:  # outside of the destination mesh
@@ -111,9 +115,12 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> Any:
         ops = {p.reduce_op for p in ctx.placements if isinstance(p, Partial)}
         if ops - {"sum", "avg"}:
-            reason = f"a reduction by {', '.join(sorted(ops))}"
-            hint = "detach() the tensor; gradients flow through sums and averages"
-            raise PlanError(Problem("not-differentiable", "src", found=reason, hint=hint))
+            raise refusal(
+                "not-differentiable",
+                "src",
+                found=f"a reduction by {', '.join(sorted(ops))}",
+                hint="detach() the tensor; gradients flow through sums and averages",
+            )
         # A contributor to a sum has the gradient of the sum, equal on its ranks; a contributor to an average its share.
         back = tuple(Replicate() if isinstance(p, Partial) else p for p in ctx.placements)
         averaged = prod(
@@ -136,6 +143,9 @@ def _union_group(src: DeviceMesh, dst: DeviceMesh) -> dist.ProcessGroup:
     world = group_info(None)
     if set(world.global_ranks) == wanted:
         return world.group
-    reason = f"meshes over {len(wanted)} of {world.size} ranks"
-    hint = "pass group=, a process group of exactly those ranks"
-    raise PlanError(Problem("no-process-group", "group", found=reason, hint=hint))
+    raise refusal(
+        "no-process-group",
+        "group",
+        found=f"meshes over {len(wanted)} of {world.size} ranks",
+        hint="pass group=, a process group of exactly those ranks",
+    )

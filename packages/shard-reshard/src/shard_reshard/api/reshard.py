@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard._torch_compat import PLAIN_TYPES, has_tangent, is_transforming, outside_of_graphs
 from shard_reshard.execution.checks import Match, Shards, as_list, as_result, has_memory, record_guards
-from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, memo, remember, shared_mover
+from shard_reshard.execution.exchange import Workspace
+from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, schedules, shared_mover
 from shard_reshard.group import GroupInfo, all_gather_row, data_device, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_mismatches, layout_value, resolve_layout
 from shard_reshard.layout.shard_map import dtype_name, loses_values
@@ -69,7 +70,7 @@ def reshard(
         size = shape if shape is None or not isinstance(shape, Sequence) else tuple(shape)
         key = *layouts, size, *dtypes, dtype, max_workspace_bytes, check
         try:
-            mover = memo.get(world, {}).get("call", {}).get(key)
+            mover = schedules.of(world, "call").get(key)
         except TypeError:  # shapes and options are of any type
             key = None
     if mover is None:
@@ -91,7 +92,7 @@ def reshard(
         options: Any = {"out": out or (), "max_workspace_bytes": max_workspace_bytes, "check": check}
         mover, alone = find_mover(members, tensor, src, dst, shape, dtype=dtype, **options)
         if key is not None and alone:  # else ranks exchange dtypes in every call, all of them
-            remember(members.group, "call", key, mover)
+            schedules.put(members.group, "call", key, mover)
     return move(mover, tensor, out, async_op)
 
 
@@ -113,9 +114,9 @@ class Resharder(NotPicklable):
     def __init__(self, plan: ReshardPlan, group: dist.ProcessGroup | None = None, *, check: str = "first") -> None:
         if not isinstance(plan, ReshardPlan):
             hint = "pass plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are untyped
-            raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))
+            raise refusal("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint)
         self.plan = plan
-        self._mover = Mover((plan,), group_info(group), True, check)
+        self._mover = Mover((plan,), group_info(group), check, Workspace())
 
     _instead = "pickle its plan, and make a Resharder of it where it is read"
 
@@ -145,8 +146,7 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     if match is not Match.NONE:
         results, finish = mover.start(tensors, outs, async_op, unchanged=match is Match.MEMORY)
     elif is_transforming():  # raised locally: not even an error header can be sent
-        reason = "a transformation of torch.func"
-        raise PlanError(Problem("not-differentiable", "tensor", found=reason, hint=_BACKWARD))
+        raise refusal("not-differentiable", "tensor", found="a transformation of torch.func", hint=_BACKWARD)
     else:
         tensors, grad = [], False
         sources, outs = tensors, None
@@ -154,7 +154,7 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
             tensors = as_list(tensor)
             outs = None if out is None else as_list(out)
             if has_tangent(tensors):
-                raise PlanError(Problem("not-differentiable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
+                raise refusal("not-differentiable", "tensor", found="a forward-mode tangent", hint=_BACKWARD)
             # An empty tensor stands for "none": it keeps a rank without source in the graph, `differentiable_start`.
             sources = (
                 []
@@ -168,8 +168,14 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
                 if op in ("min", "max", "product"):
                     problems.append(Problem("not-differentiable", "src", found=f"a reduction by {op}", hint=hint))
             if grad and outs is not None:
-                hint = "leave out= away, or call under torch.no_grad()"
-                problems.append(Problem("invalid-out", "out", found="a source that requires grad", hint=hint))
+                problems.append(
+                    Problem(
+                        "invalid-out",
+                        "out",
+                        found="a source that requires grad",
+                        hint="leave out= away, or call under torch.no_grad()",
+                    )
+                )
         except Exception as error:
             problems = list(problems_of(error))  # this rank still joins the comparison below
         first = next((each[0] for each in (tensors, outs) if each), None)
@@ -211,8 +217,9 @@ def find_mover(
     size = None if shape is None else tuple(shape)
     try:
         if src is None:
-            hint = "pass src: only a DTensor carries its layout"
-            raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
+            raise refusal(
+                "missing-argument", "src", found="src=None", hint="pass src: only a DTensor carries its layout"
+            )
         try:
             alone = len(resolve_layout(src, size, members.to_group).ranks) == members.size
         except PlanError:
@@ -230,14 +237,21 @@ def find_mover(
         sources = [name for name in (names[0], *(row[0] for row in rows)) if name != "-"]
         outs = [name for name in (*(row[1] for row in rows), names[1]) if name != "-"]
         if rows and not sources:
-            hint = "the ranks of the source layout pass their local tensors"
-            raise PlanError(Problem("missing-source", "tensor", found="no rank has a tensor", hint=hint))
+            raise refusal(
+                "missing-source",
+                "tensor",
+                found="no rank has a tensor",
+                hint="the ranks of the source layout pass their local tensors",
+            )
         wanted = dtype_name(dtype) if dtype is not None else outs[0] if outs else None
         source = (sources or [wanted or "float32"])[0]
         if dtype is None and wanted is not None and loses_values(source, wanted):
-            hint = f"pass dtype=torch.{wanted} to cast the numbers as they are"
-            reason = f"{source} to {wanted}, which loses most values"
-            raise PlanError(Problem("dtype-mismatch", "out", found=reason, hint=hint))
+            raise refusal(
+                "dtype-mismatch",
+                "out",
+                found=f"{source} to {wanted}, which loses most values",
+                hint=f"pass dtype=torch.{wanted} to cast the numbers as they are",
+            )
         layouts = resolve_layouts(size, src, dst, members.to_group)
         mover = shared_mover(members, (cached_plan(*layouts, source, wanted, max_workspace_bytes),), check)
     except Exception as error:

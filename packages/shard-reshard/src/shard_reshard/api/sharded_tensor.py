@@ -18,7 +18,7 @@ from shard_spec.specs import (
     to_torch,
 )
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard._torch_compat import outside_of_graphs, sharded_tensor_types
 from shard_reshard.api.reshard import reshard
 from shard_reshard.execution.checks import Shards, as_list
@@ -43,8 +43,12 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
     """
     kind, _ = sharded_tensor_types()
     if not isinstance(st, kind):
-        hint = "pass a ShardedTensor; reshard() takes local tensors, redistribute() DTensors"
-        raise PlanError(Problem("wrong-type", "st", found=type(st).__qualname__, hint=hint))
+        raise refusal(
+            "wrong-type",
+            "st",
+            found=type(st).__qualname__,
+            hint="pass a ShardedTensor; reshard() takes local tensors, redistribute() DTensors",
+        )
     metadata, group = st.metadata(), st._process_group
     try:
         wanted = _spec(spec, "spec")
@@ -89,9 +93,13 @@ def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int
     for idx, placement in enumerate(placements):
         if RemoteDevice(placement).rank() == current_rank:
             return idx
-    reason = f"rank {current_rank}, the placements are {', '.join(str(RemoteDevice(p)) for p in placements)}"
     raise RankNotPlaced(
-        Problem("rank-outside-mesh", "current_rank", found=reason, hint="name the rank in the placements")
+        Problem(
+            "rank-outside-mesh",
+            "current_rank",
+            found=f"rank {current_rank}, the placements are {', '.join(str(RemoteDevice(p)) for p in placements)}",
+            hint="name the rank in the placements",
+        )
     )
 
 
@@ -114,8 +122,12 @@ def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_siz
     shards = spec.shards_for(tuple(st_size))
     ranks = [shard.rank for shard in shards if shard.rank is not None]
     if len(set(ranks)) > world_size:
-        reason = f"{len(set(ranks))} ranks, world_size={world_size}"
-        raise PlanError(Problem("rank-outside-mesh", "sharding_spec", found=reason, hint="name fewer ranks"))
+        raise refusal(
+            "rank-outside-mesh",
+            "sharding_spec",
+            found=f"{len(set(ranks))} ranks, world_size={world_size}",
+            hint="name fewer ranks",
+        )
     ordered = sorted(shards, key=lambda shard: -1 if shard.rank is None else shard.rank)
     return ordered if isinstance(sharding_spec, ShardingSpec) else [to_torch(shard) for shard in ordered], ranks
 
@@ -162,6 +174,10 @@ def reshard_local_shard(
 def _spec(given: Any, name: str) -> ShardingSpec:
     spec = as_spec(given)
     if spec is None:
-        hint = "a ChunkShardingSpec, an EnumerableShardingSpec or another ShardingSpec, of shard-spec or torch"
-        raise PlanError(Problem("wrong-type", name, found=f"{given!r}", hint=hint))
+        raise refusal(
+            "wrong-type",
+            name,
+            found=f"{given!r}",
+            hint="a ChunkShardingSpec, an EnumerableShardingSpec or another ShardingSpec, of shard-spec or torch",
+        )
     return spec

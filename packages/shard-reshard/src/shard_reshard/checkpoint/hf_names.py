@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import refusal
 from shard_reshard.layout.shard_map import Index
 from shard_reshard.state_dict.plan import KeyMap, Part
 
@@ -40,8 +40,9 @@ def hf_key_map(model: Any, *, saving: bool = False) -> Callable[[Shapes], KeyMap
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
     except ImportError as error:
-        hint = "pip install 'transformers>=5'"
-        raise PlanError(Problem("missing-dependency", "hf_key_map", found=str(error), hint=hint)) from None
+        raise refusal(
+            "missing-dependency", "hf_key_map", found=str(error), hint="pip install 'transformers>=5'"
+        ) from None
     transforms = list(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model))
     if saving:
         transforms = [each.reverse_transform() for each in transforms[::-1] if not isinstance(each, PrefixChange)]
@@ -132,16 +133,18 @@ def _run(converter: Any, collected: dict[str, list[Sketch]], target: str, names:
             same = op.check_dims and sketch.shape == names.get(target)
             tensors = {converter.target_patterns[0]: sketch if same else sketch.transposed(op.dim0, op.dim1)}
         else:
-            hint = "load the folder with transformers and save it in the model's names, or write key_map by hand"
-            raise PlanError(
-                Problem("unsupported-tensor", target, found=f"transformers converts it by {op!r}", hint=hint)
+            raise refusal(
+                "unsupported-tensor",
+                target,
+                found=f"transformers converts it by {op!r}",
+                hint="load the folder with transformers and save it in the model's names, or write key_map by hand",
             )
     if len(tensors) == 1 and len(converter.target_patterns) == 1 and "*" not in converter.target_patterns[0]:
         tensors = {converter.target_patterns[0]: next(iter(tensors.values()))}
     # A pattern stands in place of the first target pattern in the full name.
     before, found, after = target.partition(converter.target_patterns[0])
     if not found:
-        raise PlanError(Problem("unsupported-tensor", target, found=f"not named by {converter.target_patterns[0]!r}"))
+        raise refusal("unsupported-tensor", target, found=f"not named by {converter.target_patterns[0]!r}")
     return {before + pattern + after: sketch for pattern, sketch in tensors.items()}
 
 
@@ -223,8 +226,12 @@ def _as_part(piece: Piece, target: str) -> Part:
         dim, low, size = piece.window
         cut[dim] = cut.get(dim, (0, 0, None))[0], low, size
     if len(cut) > 1 or (piece.unstack is not None and dims != sorted(dims)):
-        hint = "load the folder with transformers and save it in the model's names"
-        raise PlanError(Problem("unsupported-tensor", target, found=f"{piece.source} is cut along two dims", hint=hint))
+        raise refusal(
+            "unsupported-tensor",
+            target,
+            found=f"{piece.source} is cut along two dims",
+            hint="load the folder with transformers and save it in the model's names",
+        )
     at, window = next(iter(cut.items()), (0, (0, 0, None)))
     turned, stack = tuple(dims) if dims != sorted(dims) else None, piece.start[0] if stacked else None
     return Part(target, window[0], at, window[1], window[2], None, stack, turned, piece.unstack)

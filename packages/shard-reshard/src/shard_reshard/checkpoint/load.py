@@ -15,7 +15,7 @@ from torch import nn
 
 from shard_reshard._shared.consensus import problems_of, tensor_hash
 from shard_reshard._shared.dtensor import as_dtensor
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import Problem, refusal
 from shard_reshard._torch_compat import storage_key
 from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load, stored_tensors
 from shard_reshard.checkpoint.safetensors import (
@@ -239,7 +239,7 @@ def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
     """Return the files, by rank of a written layout, and the index's tensors."""
     if isinstance(files, Mapping):
         hint = "pass a list, in the order of the ranks that wrote the files"  # type: ignore[unreachable]  # untyped callers
-        raise PlanError(Problem("wrong-type", "files", found=f"a {type(files).__qualname__}", hint=hint))
+        raise refusal("wrong-type", "files", found=f"a {type(files).__qualname__}", hint=hint)
     if not isinstance(files, str | Path):
         return list(map(str, files)), {}
     folder = Path(files)
@@ -250,9 +250,12 @@ def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         listed = ", ".join(path.name for path in indices)
-        hint = f"pass the index of one of them, for example {indices[0]}"
-        reason = f"{len(indices)} variants of the weights: {listed}"
-        raise PlanError(Problem("invalid-argument", str(files), found=reason, hint=hint))
+        raise refusal(
+            "invalid-argument",
+            str(files),
+            found=f"{len(indices)} variants of the weights: {listed}",
+            hint=f"pass the index of one of them, for example {indices[0]}",
+        )
     if indices:
         return _indexed(indices[0])
     if paths := sorted(map(str, folder.glob("*.safetensors"))):
@@ -262,15 +265,19 @@ def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
     reason = f"a folder without any; it has {', '.join(others[:3])}" if others else "a folder without any"
     if others:
         hint = "convert it once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-    raise PlanError(Problem("invalid-file", str(files), found=reason, hint=hint))
+    raise refusal("invalid-file", str(files), found=reason, hint=hint)
 
 
 def _indexed(index: Path) -> tuple[list[str], dict[str, list[str]]]:
     """Return the files of an index, all of which are there."""
     indexed = indexed_files(index)
     if not indexed:
-        hint = "give an index that names .safetensors files"
-        raise PlanError(Problem("invalid-file", str(index), found="an index without any file", hint=hint))
+        raise refusal(
+            "invalid-file",
+            str(index),
+            found="an index without any file",
+            hint="give an index that names .safetensors files",
+        )
     missing = [Path(path).name for path in indexed if not Path(path).exists()]
     if missing:
         named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -278,8 +285,12 @@ def _indexed(index: Path) -> tuple[list[str], dict[str, list[str]]]:
         others = sorted(path.name for path in index.parent.glob("*.safetensors") if str(path) not in indexed)
         if others:
             hint += f"; or the index is stale: pass the files that it does not name, as {others[0]}, in a list"
-        reason = f"names {len(missing)} of {len(indexed)} files that are not there: {named}"
-        raise PlanError(Problem("invalid-file", str(index), found=reason, hint=hint))
+        raise refusal(
+            "invalid-file",
+            str(index),
+            found=f"names {len(missing)} of {len(indexed)} files that are not there: {named}",
+            hint=hint,
+        )
     return list(indexed), indexed
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from shard_spec import Box
 
 from shard_reshard._shared.dtypes import SAFETENSORS
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard.checkpoint.safetensors import Entry, FileTable
 from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
@@ -131,35 +131,53 @@ def _stored(
 ) -> StoredTensor:
     words = sorted({entry.dtype for _, entry in by_rank.values()})
     if len(words) > 1:
-        hint = "write all shards of a tensor in one dtype"
-        raise PlanError(Problem("ranks-disagree", name, found=", ".join(words), hint=hint))
+        raise refusal("ranks-disagree", name, found=", ".join(words), hint="write all shards of a tensor in one dtype")
     if words[0] not in SAFETENSORS:
-        raise PlanError(Problem("unsupported-dtype", name, found=words[0], hint=f"one of {', '.join(SAFETENSORS)}"))
+        raise refusal("unsupported-dtype", name, found=words[0], hint=f"one of {', '.join(SAFETENSORS)}")
     if wanted is None and len(by_rank) > 1:
         listed = ", ".join(table.path for table, _ in by_rank.values())
-        hint = "declare in stored_as (and shapes) how files split the tensor, or leave out all files but one"
-        raise PlanError(Problem("duplicate-name", name, found=f"in {len(by_rank)} files: {listed}", hint=hint))
+        raise refusal(
+            "duplicate-name",
+            name,
+            found=f"in {len(by_rank)} files: {listed}",
+            hint="declare in stored_as (and shapes) how files split the tensor, or leave out all files but one",
+        )
     number, (_, entry) = next(iter(by_rank.items()))
     layout = BoxShardMap.whole(entry.shape, number) if wanted is None else resolve_layout(wanted, size)
     if layout.num_partials > 1:
-        hint = "reduce before writing: files hold values, not addends"
-        raise PlanError(Problem("partial-value", name, found=layout.describe(), hint=hint))
+        raise refusal(
+            "partial-value",
+            name,
+            found=layout.describe(),
+            hint="reduce before writing: files hold values, not addends",
+        )
     parts: list[Stored] = []
     problems: list[Problem] = []
     for number, (table, entry) in by_rank.items():
         shapes = layout.local_shapes(number)
         if shapes != (entry.shape,):
             given = "none" if not shapes else " and ".join(map(str, shapes))
-            reason = f"{entry.shape} in {table.path}, the layout gives rank {number} {given}"
-            hint = "list the files in the order of the ranks that wrote them, and give the layout they wrote"
-            problems.append(Problem("shape-mismatch", name, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "shape-mismatch",
+                    name,
+                    found=f"{entry.shape} in {table.path}, the layout gives rank {number} {given}",
+                    hint="list the files in the order of the ranks that wrote them, and give the layout they wrote",
+                )
+            )
             continue
         pieces = layout.local_pieces(number)
         parts.append(Stored(table.path, table.state.num_bytes, entry.begin, entry.shape, pieces))
     for number in sorted(set(layout.ranks) - by_rank.keys()):
         if layout.pieces(number):
-            hint = "pass all files, or the layout that these were written in"
-            problems.append(Problem("missing-tensor", name, found=f"no file with rank {number}'s shard", hint=hint))
+            problems.append(
+                Problem(
+                    "missing-tensor",
+                    name,
+                    found=f"no file with rank {number}'s shard",
+                    hint="pass all files, or the layout that these were written in",
+                )
+            )
     if problems:
         raise PlanError(problems)
     return layout.shape, SAFETENSORS[words[0]], tuple(parts)

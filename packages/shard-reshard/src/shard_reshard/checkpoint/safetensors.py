@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard.layout.shard_map import human, torch_dtype
 
 
@@ -60,8 +60,12 @@ def file_table(path: str | Path) -> FileTable:
     try:
         import safetensors  # an extra, needed for files only
     except ImportError:
-        hint = "pip install 'shard-reshard[safetensors]'"
-        raise PlanError(Problem("missing-dependency", path, found="safetensors is not installed", hint=hint)) from None
+        raise refusal(
+            "missing-dependency",
+            path,
+            found="safetensors is not installed",
+            hint="pip install 'shard-reshard[safetensors]'",
+        ) from None
     try:
         with open(path, "rb") as file:
             state = FileState.of(os.fstat(file.fileno()))
@@ -73,8 +77,12 @@ def file_table(path: str | Path) -> FileTable:
     except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         if isinstance(error, PlanError):
             raise
-        hint = "give a complete .safetensors file that this rank can read"
-        raise PlanError(Problem("invalid-file", path, found=str(error)[:300], hint=hint)) from None
+        raise refusal(
+            "invalid-file",
+            path,
+            found=str(error)[:300],
+            hint="give a complete .safetensors file that this rank can read",
+        ) from None
     header.pop("__metadata__", None)
     return FileTable(
         path,
@@ -103,9 +111,12 @@ def indexed_files(index: str | Path) -> dict[str, list[str]]:
                 raise ValueError(f"{name[:100]!r} in {ascii(file)[:200]}, which is no .safetensors file beside it")
             files.setdefault(str(path.parent / file), []).append(name)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {str(error)[:300]}"
-        hint = "an index has a weight_map with files of its own folder; pass files as a list to read others"
-        raise PlanError(Problem("invalid-file", str(path), found=reason, hint=hint)) from None
+        raise refusal(
+            "invalid-file",
+            str(path),
+            found=f"{type(error).__name__}: {str(error)[:300]}",
+            hint="an index has a weight_map with files of its own folder; pass files as a list to read others",
+        ) from None
     return dict(sorted(files.items()))
 
 
@@ -137,20 +148,23 @@ def read_rows(
             now = FileState.of(os.fstat(file.fileno()))
             if now.num_bytes != num_bytes:
                 sizes = f"{now.num_bytes:,} bytes now, {num_bytes:,} when its header was read"
-                reason = f"{human(now.num_bytes)}, {human(num_bytes)} when its header was read ({sizes})"
-                raise PlanError(file_changed(path, reason))
+                raise PlanError(
+                    file_changed(path, f"{human(now.num_bytes)}, {human(num_bytes)} when its header was read ({sizes})")
+                )
             if state is not None and now != state:
                 raise PlanError(file_changed(path))
             file.seek(offset)
             while done < wanted:
                 count = file.readinto(place[done:])  # may be short: at most 2 GiB a call
                 if not count:
-                    reason = f"it ends after {human(offset + done)}, its header needs {human(offset + wanted)}"
-                    raise PlanError(file_changed(path, reason))
+                    raise PlanError(
+                        file_changed(
+                            path, f"it ends after {human(offset + done)}, its header needs {human(offset + wanted)}"
+                        )
+                    )
                 done += count
     except OSError as error:
-        hint = "give a file that this rank can read"
-        raise PlanError(Problem("invalid-file", path, found=str(error), hint=hint)) from None
+        raise refusal("invalid-file", path, found=str(error), hint="give a file that this rank can read") from None
     return rows
 
 

@@ -19,7 +19,7 @@ from shard_spec import Box
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.dtypes import SAFETENSORS
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out
 from shard_reshard.checkpoint.safetensors import memory_bytes
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
@@ -171,8 +171,12 @@ def _unchanging(pairs: Pair | Sequence[Pair]) -> tuple[Pair, ...]:
     """Return pairs that move as they are, or refuse: a writer has rows, not blocks."""
     listed = as_pairs(pairs)
     if any(pair.dequantize or pair.quantize for pair in listed):
-        reason, hint = "a Pair that changes values", "reshard_state_dict with it first, then save the result"
-        raise PlanError(Problem("conflicting-arguments", "pairs", found=reason, hint=hint))
+        raise refusal(
+            "conflicting-arguments",
+            "pairs",
+            found="a Pair that changes values",
+            hint="reshard_state_dict with it first, then save the result",
+        )
     return listed
 
 
@@ -202,8 +206,14 @@ def plan_save(
         if dtype not in _WORDS
     ]
     if not written or "__metadata__" in held.targets:
-        reason, hint = f"tensors called {list(held.targets)}", "pass tensors; '__metadata__' is a word of the format"
-        problems.append(Problem("invalid-argument", "state_dict", found=reason, hint=hint))
+        problems.append(
+            Problem(
+                "invalid-argument",
+                "state_dict",
+                found=f"tensors called {list(held.targets)}",
+                hint="pass tensors; '__metadata__' is a word of the format",
+            )
+        )
     if problems:
         raise PlanError(problems)
     demand, load = rows_of_ranks(held, by_source=False), [0] * len(everyone)

@@ -279,9 +279,10 @@ class _Recorder(DispatchMode):
         except PlanError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
             self._refuse(
-                self.current, reason, "a loader is recorded on tensors that have no values, see the error above"
+                self.current,
+                f"{type(error).__name__}: {error}",
+                "a loader is recorded on tensors that have no values, see the error above",
             )
             raise
         for name, value in _tensors(self.model).items():
@@ -651,8 +652,9 @@ def _destinations(everyone: Sequence[Any]) -> dict[str, list[tuple[BoxShardMap, 
         for name, shape in metadata.items():
             if shapes.setdefault(name, shape) != shape:
                 differs = f"rank {rank}: shape {shape}, before: {shapes[name]}"
-                hint = "pass the same weights on all ranks"
-                problems.append(Problem("ranks-disagree", name, found=differs, hint=hint))
+                problems.append(
+                    Problem("ranks-disagree", name, found=differs, hint="pass the same weights on all ranks")
+                )
     if problems:
         raise PlanError(dict.fromkeys(problems))
     destinations: dict[str, list[tuple[BoxShardMap, int]]] = {}

@@ -99,8 +99,14 @@ class WorkerEngine(SyncEnd, base.WeightTransferEngine[WorkerInit, base.WeightTra
             ]
             if init_info.device == "cpu" and packed:
                 # vLLM packs these weights once, after the first load, and skips it later: old values would answer.
-                hint = "sync expert layers on GPUs; on a CPU start vLLM anew from files"
-                problems.append(Problem("not-recordable", packed[0], found="expert layers on a CPU", hint=hint))
+                problems.append(
+                    Problem(
+                        "not-recordable",
+                        packed[0],
+                        found="expert layers on a CPU",
+                        hint="sync expert layers on GPUs; on a CPU start vLLM anew from files",
+                    )
+                )
             if problems:
                 raise_on_all_ranks(group_info(group), PlanError(problems))
             out = self.recorded.out

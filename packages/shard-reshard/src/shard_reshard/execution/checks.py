@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import Problem, refusal
 from shard_reshard._torch_compat import (
     PLAIN_TYPES,
     CompiledGuards,
@@ -35,8 +35,11 @@ def as_list(shards: Shards) -> list[torch.Tensor]:
     listed = list(item) if isinstance(item, Iterable) else [item]
     for value in listed:
         if not isinstance(value, torch.Tensor):
-            hint = "pass a tensor, a list of tensors for several boxes, or None"
-            raise PlanError(Problem("wrong-type", found=f"a {type(value).__qualname__}", hint=hint))
+            raise refusal(
+                "wrong-type",
+                found=f"a {type(value).__qualname__}",
+                hint="pass a tensor, a list of tensors for several boxes, or None",
+            )
     return [value if type(value) in PLAIN_TYPES else waited_for(value) for value in listed]
 
 
@@ -76,8 +79,11 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
         if hasattr(tensor, "device_mesh"):
             add("unsupported-tensor", "a DTensor", "pass its to_local(), or use redistribute()")
         elif type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
-            reason = f"a {type(tensor).__qualname__}, which wraps other tensors"
-            add("unsupported-tensor", reason, "pass the tensors that it wraps, each by a plan of its own")
+            add(
+                "unsupported-tensor",
+                f"a {type(tensor).__qualname__}, which wraps other tensors",
+                "pass the tensors that it wraps, each by a plan of its own",
+            )
         if type(tensor) not in PLAIN_TYPES and is_fake((tensor,)) and not is_fake(()):
             hint = "run the call under the FakeTensorMode too, on all ranks; or pass real tensors"
             add("no-data", "a fake tensor where no fake mode is on", hint)
@@ -215,8 +221,12 @@ def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 def not_transformed(what: str) -> None:
     """Refuse ``what`` under a transformation of torch.func: not even an error header could be sent."""
     if is_transforming():
-        hint = "call it outside of vmap, grad and their like"
-        raise PlanError(Problem("not-differentiable", what, found="a transformation of torch.func", hint=hint))
+        raise refusal(
+            "not-differentiable",
+            what,
+            found="a transformation of torch.func",
+            hint="call it outside of vmap, grad and their like",
+        )
 
 
 _STRIDED = {torch.strided}

@@ -8,13 +8,13 @@ simulated calls share this path and differ in the preparation only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shard_reshard._torch_compat import foreach_copy_
+from shard_reshard._torch_compat import foreach_copy_, is_fake
 from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.lowering import (
     Program,
@@ -123,7 +123,6 @@ _PLAIN |= {"complex64", "complex128"}
 
 _MAX_STRIDES = 256
 _NONE: list[torch.Tensor] = []  # never changed
-Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: two steps may be in flight at a time
 
 # Sends `input`, split into `input_splits` bytes, and receives `output`; returns a work to wait for, or None if done.
 Collective = Callable[[torch.Tensor, torch.Tensor, list[int], list[int], bool], "dist.Work | None"]
@@ -160,21 +159,89 @@ class InFlight(NamedTuple):
     recv: RecvSide
 
 
+@dataclass(eq=False)
+class Workspace:
+    """Buffers of calls that follow each other, and what was prepared for them; one call uses it at a time.
+
+    Attributes:
+        buffers: By slot and device.
+        places: Views of a side's regions in a buffer, by slot, device and side; with the side, whose id must not be
+            used again while it is here.
+        prepared: The last call, after its tensors came again; it holds on to their memory.
+        in_flight: True while a call writes to the buffers.
+    """
+
+    buffers: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
+    places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = field(default_factory=dict)
+    prepared: PreparedCall | None = None
+    in_flight: bool = False
+    _freed: Any = None  # CUDA event: the last copy out of the buffers
+
+    def acquire(self, device: torch.device) -> None:
+        """Reserve the buffers for a call.
+
+        Raises:
+            RuntimeError: A call is in flight.
+        """
+        if self.in_flight:
+            raise RuntimeError(
+                "this Resharder has a call in flight that uses its workspace; wait() for that handle first, "
+                "or use a second Resharder"
+            )
+        self.in_flight = True
+        if self._freed is not None:
+            torch.cuda.current_stream(device).wait_event(self._freed)  # buffers may be read on another stream
+
+    def release(self, device: torch.device) -> None:
+        """Make the buffers available to the next call, which may run on another stream."""
+        self.in_flight = False
+        if device.type == "cuda" and not is_fake(()):
+            if self._freed is None:
+                self._freed = torch.cuda.Event()
+            self._freed.record(torch.cuda.current_stream(device))
+
+    def abandon(self) -> None:
+        """Give up a call that nobody waits for: its collective may still write to these buffers, so they go."""
+        self.buffers, self.places, self.prepared, self.in_flight = {}, {}, None, False
+
+    def buffer(self, slot: int, room: int, device: torch.device) -> torch.Tensor:
+        """Return the buffer of a slot, at least ``room`` bytes of it."""
+        key = slot, device
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.numel() < room:
+            with torch.inference_mode(False):  # a kept buffer is written in any mode
+                buffer = self.buffers[key] = torch.empty(room, dtype=torch.uint8, device=device)
+            if self.places:  # they view the old buffer
+                self.places = {view: tensors for view, tensors in self.places.items() if view[:2] != key}
+        return buffer
+
+    def views(self, slot: int, part: torch.Tensor, side: Side, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Return views of a side's regions in its ``part`` of a buffer, in the dtype of each plan."""
+        key = slot, part.device, id(side)
+        if key not in self.places:
+            typed: dict[torch.dtype, torch.Tensor] = {}
+            views, begin = [], part.storage_offset()  # in bytes, aligned
+            for entry in side.packed:
+                dtype = dtypes[entry.plan]
+                if dtype not in typed:
+                    typed[dtype] = part.view(dtype)
+                place = (begin + entry.byte_offset) // dtype.itemsize
+                views.append(typed[dtype].as_strided(entry.region.sizes, entry.strides, place))
+            self.places[key] = side, views
+        return self.places[key][1]
+
+
 class Exchange:
     """A program on real tensors.
 
-    With ``keep_workspace`` buffers are kept from call to call, and so is the last call after its tensors came again;
-    the caller ensures that one call ends before the next.
+    With a ``workspace`` buffers are kept from call to call, and so is the last call after its tensors came again; the
+    caller ensures that one call ends before the next. Without one each call has its own.
     """
 
-    def __init__(self, program: Program, keep_workspace: bool = False) -> None:
-        self.program, self.keeps = program, keep_workspace
-        self.workspace: Buffers = {}
-        self.prepared: PreparedCall | None = None  # of tensors that came twice; holds on to their memory
+    def __init__(self, program: Program, workspace: Workspace | None = None) -> None:
+        self.program, self.workspace = program, workspace
         # By strides: what each step reads and writes, and the most bytes of buffer that a step needs.
         self._memories: dict[tuple[object, ...], tuple[list[StepMemory], int]] = {}
-        # By slot, device and side; with the side, whose id must not be used again while it is here.
-        self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
         # As values where they are cast or reduced; else as themselves, or as plain integers of their size.
         self.as_values = [p.dtype != p.out_dtype or p.reduce_op is not None or p.dtype in _PLAIN for p in program.plans]
         self.wire_dtypes = [
@@ -185,21 +252,14 @@ class Exchange:
         complex_ = any({plan.dtype, plan.out_dtype} & {"complex64", "complex128"} for plan in program.plans)
         self.copies_values = all(self.as_values) and not complex_
         self.reducing = [plan.reduce_op is not None for plan in program.plans]
-        self.reduces = any(self.reducing)
-        self.overlaps = program.overlaps
         self.num_direct = sum(not step.relayed for step in program.steps)
         self.num_exchanges = sum(step.exchanges for step in program.steps)
-        self.identity_values = [
-            (range(program.dst_base[at], program.dst_base[at + 1]), value)
-            for at, plan in enumerate(program.plans)
-            if (value := plan.identity_value(program.rank)) is not None
+        self.identity_values = [  # of destination tensors
+            (number, value)
+            for number, at in enumerate(program.dst_plan)
+            if (value := program.plans[at].identity_value(program.rank)) is not None
         ]
-        # For each local tensor the number of its plan.
-        self.src_plan, self.dst_plan = (
-            [at for at, (begin, end) in enumerate(pairwise(base)) for _ in range(begin, end)]
-            for base in (program.src_base, program.dst_base)
-        )
-        out_dtypes = [torch_dtype(program.plans[at].out_dtype) for at in self.dst_plan]
+        out_dtypes = [torch_dtype(program.plans[at].out_dtype) for at in program.dst_plan]
         self._fresh = list(zip(program.dst_shapes, out_dtypes, strict=True))
 
     def allocate(self, device: torch.device) -> list[torch.Tensor]:
@@ -219,11 +279,13 @@ class Exchange:
         ``fresh_outs``: these will not come again, so no views of them are kept. ``unchanged``: guards hold, tensors
         have the metadata and memory of the previous call.
         """
-        call = self.prepared
+        workspace = self.workspace or Workspace()
+        call = workspace.prepared
         if not (unchanged and call is not None and call.is_of(sources, outs, fresh_outs)):
+            local = self.as_wire_dtype(sources, self.program.src_plan)
+            call = PreparedCall(self, workspace, device, fresh_outs, local)
             # A call is kept from its memory's second occurrence on: one-time tensors are not referenced.
-            call = PreparedCall(self, sources, device, fresh_outs)
-            self.prepared = call if unchanged and self.keeps else None
+            workspace.prepared = call if unchanged and workspace is self.workspace else None
             call.receive_into(outs)
         elif fresh_outs:
             call.receive_into(outs)
@@ -236,45 +298,14 @@ class Exchange:
         key = src, dst = tuple(map(torch.Tensor.stride, sources)), tuple(map(torch.Tensor.stride, outs))
         if key not in self._memories:
             if len(self._memories) >= _MAX_STRIDES:  # callers whose strides differ in every call
-                self._memories, self._places = {}, {}
+                self._memories = {}
+                if self.workspace is not None:
+                    self.workspace.places = {}
             steps = self.program.steps
             laid_out = [lay_out_step(step, self.program, dst if step.relayed else src, dst) for step in steps]
             room = max((memory.sends.room + memory.receives.room for memory in laid_out), default=0)
             self._memories[key] = laid_out, room
         return self._memories[key]
-
-    def buffer(self, slot: int, room: int, device: torch.device, buffers: Buffers) -> torch.Tensor:
-        """Return the buffer of a slot, at least ``room`` bytes of it."""
-        key = slot, device
-        buffer = buffers.get(key)
-        if buffer is None or buffer.numel() < room:
-            with torch.inference_mode(False):  # a kept buffer is written in any mode
-                buffer = buffers[key] = torch.empty(room, dtype=torch.uint8, device=device)
-            if self._places:  # they view the old buffer
-                self._places = {view: tensors for view, tensors in self._places.items() if view[:2] != key}
-        return buffer
-
-    def places(self, slot: int, part: torch.Tensor, side: Side) -> list[torch.Tensor]:
-        """Return views of a side's regions in its share of a buffer."""
-        key = slot, part.device, id(side)
-        cached = self._places.get(key) if self.keeps else None
-        places = None if cached is None else cached[1]
-        if places is None:
-            typed: dict[torch.dtype, torch.Tensor] = {}
-            places, begin = [], part.storage_offset()  # in bytes, aligned
-            for entry in side.packed:
-                dtype = self.wire_dtypes[entry.plan]
-                if dtype not in typed:
-                    typed[dtype] = part.view(dtype)
-                place = (begin + entry.byte_offset) // dtype.itemsize
-                places.append(typed[dtype].as_strided(entry.region.sizes, entry.strides, place))
-            if self.keeps:
-                self._places[key] = side, places
-        return places
-
-    def drop_workspace(self) -> None:
-        """Drop buffers and their views; the next call allocates new ones."""
-        self.workspace, self.prepared, self._places = {}, None, {}
 
     def as_wire_dtype(self, tensors: Sequence[torch.Tensor], plans: Sequence[int]) -> list[torch.Tensor]:
         """Return detached tensors in the dtype of their copies. It is their own, or integers of that size."""
@@ -288,20 +319,28 @@ class Exchange:
         return resolved
 
 
+@dataclass(eq=False)
 class PreparedCall:
-    """A call with all its views; holds detached sources, and destinations that come again."""
+    """A call with all its views; holds detached sources, and destinations that come again.
 
-    def __init__(
-        self, exchange: Exchange, sources: Sequence[torch.Tensor], device: torch.device, fresh_outs: bool
-    ) -> None:
-        self.exchange, self.device, self.fresh_outs = exchange, device, fresh_outs
-        self.src = exchange.as_wire_dtype(sources, exchange.src_plan)
-        self.dst: list[torch.Tensor] = []
-        self.memories: list[StepMemory] = []
-        self.room = 0
-        self.sends: list[SendSide] = []
-        self.recvs: list[RecvSide] = []
-        self.buffers: Buffers = exchange.workspace if exchange.keeps else {}
+    Attributes:
+        src: Sources in the dtype of their copies.
+        dst: Destinations, likewise.
+        memories: Reads and writes of each step.
+        room: The most bytes of buffer that a step needs.
+        sends, recvs: The views of each step.
+    """
+
+    exchange: Exchange
+    workspace: Workspace
+    device: torch.device
+    fresh_outs: bool
+    src: list[torch.Tensor]
+    dst: list[torch.Tensor] = field(default_factory=list)
+    memories: list[StepMemory] = field(default_factory=list)
+    room: int = 0
+    sends: list[SendSide] = field(default_factory=list)
+    recvs: list[RecvSide] = field(default_factory=list)
 
     def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
         """Return True if held tensors have the addresses of these; storage may have been resized."""
@@ -311,17 +350,17 @@ class PreparedCall:
 
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Create the views of destinations, and of sources unless they exist."""
-        exchange = self.exchange
+        exchange, workspace = self.exchange, self.workspace
         # Of our own they have neither graphs nor lazy bits to take off.
         bare = self.fresh_outs and exchange.copies_values
-        self.dst = list(outs) if bare else exchange.as_wire_dtype(outs, exchange.dst_plan)
+        self.dst = list(outs) if bare else exchange.as_wire_dtype(outs, exchange.program.dst_plan)
         # Sources are the same in all calls of this object, and destinations of our own all have the same strides.
         if not (self.memories and self.fresh_outs):
             (self.memories, self.room), self.sends = exchange.memories(self.src, self.dst), []
         self.recvs = []
         for number, (step, memory) in enumerate(zip(exchange.program.steps, self.memories, strict=True)):
-            slot = number % 2 if exchange.overlaps else 0
-            buffer = exchange.buffer(slot, self.room, self.device, self.buffers) if step.exchanges else None
+            slot = number % 2 if exchange.program.overlaps else 0
+            buffer = workspace.buffer(slot, self.room, self.device) if step.exchanges else None
             # What arrives lands in a destination itself, or in the buffer behind what is sent.
             side, written = memory.receives, None
             staying = region_views(self.dst, memory.staying[1]) if memory.staying[1] else []
@@ -331,9 +370,9 @@ class PreparedCall:
                 received = _bytes_of(written, side.span)
             elif buffer is not None:
                 part = buffer[memory.sends.room : memory.sends.room + side.room]
-                arrived = places = exchange.places(slot, part, side) if side.packed else []
+                arrived = places = workspace.views(slot, part, side, exchange.wire_dtypes) if side.packed else []
                 packed = side.regions
-                if exchange.reduces and not step.relayed:
+                if True in exchange.reducing and not step.relayed:
                     plain = [at for at, entry in enumerate(side.packed) if not exchange.reducing[entry.plan]]
                     packed, places = tuple(packed[at] for at in plain), [arrived[at] for at in plain]
                 regions = region_views(self.dst, packed) if packed else []
@@ -351,7 +390,7 @@ class PreparedCall:
                 # Steps that mostly send and steps that mostly receive share one buffer: first what is sent.
                 part = buffer[: side.room]
                 regions = region_views(tensors, side.regions) if side.regions else []
-                places = exchange.places(slot, part, side) if regions else []
+                places = workspace.views(slot, part, side, exchange.wire_dtypes) if regions else []
                 sent = part[: side.num_bytes]
             self.sends.append(SendSide(places, regions, sent, list(side.splits), staying))
 
@@ -383,15 +422,19 @@ class PreparedCall:
     def steps(self, collective: Collective, async_op: bool = False) -> Iterator[InFlight]:
         """Run step by step; yields each collective when it has to be waited for."""
         exchange = self.exchange
-        reduction = Reduction(exchange.program.plans, self.dst, exchange.dst_plan) if exchange.reduces else None
+        reduction = (
+            Reduction(exchange.program.plans, self.dst, exchange.program.dst_plan)
+            if True in exchange.reducing
+            else None
+        )
         targets = self.dst if reduction is None else reduction.targets
-        for tensors, value in exchange.identity_values:
-            for at in tensors:
-                targets[at].fill_(value)
+        for at, value in exchange.identity_values:
+            targets[at].fill_(value)
+        overlaps = exchange.program.overlaps
         in_flight: InFlight | None = None
         for number, step in enumerate(exchange.program.steps):
             # A relayed step sends results of earlier ones. Bounded steps have two slots: one may stay in flight.
-            if in_flight is not None and (step.relayed or not exchange.overlaps):
+            if in_flight is not None and (step.relayed or not overlaps):
                 yield in_flight
                 self._unpack(in_flight, reduction)
                 in_flight = None
@@ -405,7 +448,7 @@ class PreparedCall:
                 if recv.written is not None and not recv.written.is_inference():
                     # Autograd does not see writes of a collective: mark graphs that saved the tensor as stale.
                     torch.autograd.graph.increment_version(recv.written)
-                asynchronous = async_op or exchange.overlaps
+                asynchronous = async_op or overlaps
                 work = collective(recv.received, send.sent, recv.splits, send.splits, asynchronous)
                 posted = InFlight(work, number, send, recv)
             if recv.staying:

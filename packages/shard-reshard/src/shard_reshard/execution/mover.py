@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,12 +16,10 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import TensorGuards, destination_problems, local_problems
-from shard_reshard.execution.exchange import Exchange
+from shard_reshard.execution.exchange import Exchange, Workspace
 from shard_reshard.group import GroupInfo, assert_consistent, check_mode, data_device
 from shard_reshard.lowering import build_program
 from shard_reshard.plan import Plan, group_problems
-
-Finish = Callable[[], None]
 
 
 class NotPicklable:
@@ -38,58 +37,77 @@ class NotPicklable:
         raise TypeError(f"a {kind} belongs to a process group of this process and is not copied: {self._instead}")
 
 
-# Process-wide memory of what ranks have prepared, by group and kind. Kinds have separate bounds, so that entries looked
-# up by one rank alone do not evict entries that all ranks have to find alike.
-memo: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
-_BOUNDS = {"call": 8192, "mover": 1024, "state dict plan": 16, "state dict": 8}
+class Schedules:
+    """Movers and plans that ranks have prepared, by group, kind and key; the one memory of this process.
+
+    Kinds have separate bounds, so that entries looked up by one rank alone do not evict entries that all ranks have to
+    look up alike. A group's entries end with the group.
+    """
+
+    _BOUNDS: ClassVar[dict[str, int]] = {"call": 8192, "mover": 1024, "state dict plan": 16, "state dict": 8}
+
+    def __init__(self) -> None:
+        self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
+
+    def of(self, group: dist.ProcessGroup, kind: str) -> Mapping[Any, Any]:
+        """Return the entries of a kind, oldest first."""
+        return self._by_group.get(group, {}).get(kind, {})
+
+    def put(self, group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
+        """Add an entry, and evict the oldest of its kind beyond the bound."""
+        entries = self._by_group.setdefault(group, {}).setdefault(kind, {})
+        entries[key] = value
+        while len(entries) > self._BOUNDS[kind]:
+            entries.pop(next(iter(entries)))  # dicts keep insertion order
+
+    def drop(self, group: dist.ProcessGroup) -> None:
+        """Drop all entries of a group."""
+        self._by_group.pop(group, None)
 
 
-def remember(group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
-    """Cache ``value``, and evict the oldest of its kind beyond the bound."""
-    entries = memo.setdefault(group, {}).setdefault(kind, {})
-    entries[key] = value
-    while len(entries) > _BOUNDS[kind]:
-        entries.pop(next(iter(entries)))  # dicts keep insertion order
+schedules = Schedules()
 
 
 def shared_mover(members: GroupInfo, plans: tuple[Plan, ...], check: str) -> Mover:
     """Return the mover of one-shot calls, without a workspace: several callers share it."""
-    mover: Mover | None = memo.get(members.group, {}).get("mover", {}).get((plans, check))
+    mover: Mover | None = schedules.of(members.group, "mover").get((plans, check))
     if mover is None:
-        mover = Mover(plans, members, False, check)
-        remember(members.group, "mover", (plans, check), mover)
+        mover = Mover(plans, members, check)
+        schedules.put(members.group, "mover", (plans, check), mover)
     return mover
 
 
 class Mover:
-    """Executor of one or several fused plans, by one collective for each stage or round."""
+    """Executor of one or several fused plans, by one collective for each stage or round.
+
+    With a ``workspace`` its calls share buffers and views, and a second call waits for the first.
+    """
 
     def __init__(
-        self, plans: Sequence[Plan], members: GroupInfo, keep_workspace: bool = False, check: str = "first"
+        self, plans: Sequence[Plan], members: GroupInfo, check: str = "first", workspace: Workspace | None = None
     ) -> None:
         self.plans = tuple(plans)
         self.members = members
         self.check = check_mode(check)
-        self.keep_workspace = keep_workspace
+        self.workspace = workspace
         self.num_calls = 0
         self._transposed: Mover | None = None
         self.agreed: set[tuple[str, str]] = set()  # devices (and options) compared by all ranks
-        self._in_flight = False
         self.guards: TensorGuards | None = None  # on the last call without gradient or problem
         self.changes: ChangeExchange | None = None  # sends only changes since the previous call
-        self._freed: Any = None  # CUDA event: the workspace is free again
 
     @cached_property
     def exchange(self) -> Exchange:
         """Program on torch, built at the first call."""
-        return Exchange(build_program(self.plans, self.members.rank, self.members.size), self.keep_workspace)
+        return Exchange(build_program(self.plans, self.members.rank, self.members.size), self.workspace)
 
     @property
     def transposed(self) -> Mover:
         """Mover of gradients; it follows from this one's plans, so ranks need no comparison."""
         if self._transposed is None:
             turned = [plan.transpose() for plan in self.plans]
-            self._transposed = Mover(turned, self.members, self.keep_workspace, self.check)
+            workspace = None if self.workspace is None else Workspace()
+            self._transposed = Mover(turned, self.members, self.check, workspace)
             self._transposed._transposed = self
         return self._transposed
 
@@ -143,11 +161,6 @@ class Mover:
 
         ``outs`` is None for fresh ones; for ``fresh_outs`` and ``unchanged`` see `Exchange.prepare`.
         """
-        if self._in_flight:
-            raise RuntimeError(
-                "this Resharder has a call in flight that uses its workspace; wait() for that handle first, "
-                "or use a second Resharder"
-            )
         if torch.is_inference_mode_enabled() and not any(out.is_inference() for out in outs or ()):
             # Kept tensors are used outside of inference mode too; only inference tensors need the mode.
             with torch.inference_mode(False):
@@ -155,31 +168,25 @@ class Mover:
         exchange, tensors = self.exchange, sources or outs
         device = tensors[0].device if tensors else data_device(self.members.group)
         self.num_calls += 1
-        self._in_flight = self.keep_workspace
-        if self._freed is not None:
-            torch.cuda.current_stream(device).wait_event(self._freed)  # the workspace may be read on another stream
-        finish: Finish | None = None
+        if self.workspace is not None:
+            self.workspace.acquire(device)
+        finish: Callable[[], None] | None = None
         try:
             with torch.no_grad():
                 targets = exchange.allocate(device) if outs is None else outs
                 call = exchange.prepare(sources, targets, device, fresh_outs or outs is None, unchanged)
                 finish = call.run(self._collective, async_op)
         finally:
-            if finish is None and self.keep_workspace:  # failed or done: no handle to release it
-                self._release(device)
+            if finish is None and self.workspace is not None:  # failed or done: no handle to release it
+                self.workspace.release(device)
         if finish is None:
             return targets, None
-        end: Any = _Finish(self, finish, device, True in map(torch.Tensor.is_inference, targets))
-        return targets, end
-
-    def _release(self, device: torch.device) -> None:
-        """Make the workspace available to the next call."""
-        self._in_flight = False
-        if device.type == "cuda" and self.keep_workspace and not is_fake(()):
-            # The next call may run on another stream: it waits for the last copy out of the workspace.
-            if self._freed is None:
-                self._freed = torch.cuda.Event()
-            self._freed.record(torch.cuda.current_stream(device))
+        stream, held = None, list[torch.Tensor]()
+        if device.type == "cuda" and not is_fake(()):
+            stream, held = torch.cuda.current_stream(device), [*targets, *call.workspace.buffers.values()]
+        return targets, Finish(
+            self.workspace, finish, device, True in map(torch.Tensor.is_inference, targets), stream, held
+        )
 
     def _collective(
         self,
@@ -208,21 +215,34 @@ class Mover:
         )
 
 
-class _Finish(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Finish:
     """End of an asynchronous call, on the waiter's current stream."""
 
-    mover: Mover
-    finish: Finish
+    workspace: Workspace | None
+    finish: Callable[[], None]
     device: torch.device
     inference: bool
+    stream: torch.cuda.Stream | None  # the one that packed, whose allocator owns the tensors; None for CPUs
+    held: list[torch.Tensor]  # destinations and buffers on CUDA
 
     def __call__(self) -> None:
         try:
             # Inference tensors need that mode for writes; writes to others have to count as versions.
             with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self.inference):
                 self.finish()
+            if self.stream is not None and (current := torch.cuda.current_stream(self.device)) != self.stream:
+                # The packing stream must not reuse memory that is still read here when the tensors are freed.
+                for tensor in self.held:
+                    tensor.record_stream(current)
         finally:
-            self.mover._release(self.device)
+            if self.workspace is not None:
+                self.workspace.release(self.device)
+
+    def abandon(self) -> None:
+        """Give up a call that nobody waits for."""
+        if self.workspace is not None:
+            self.workspace.abandon()
 
 
 class _NamedWork(NamedTuple):
@@ -244,7 +264,7 @@ class ReshardWork(NotPicklable):
 
     _instead = "wait() for it and copy the result"
 
-    def __init__(self, result: Any, finish: Finish | None, what: str) -> None:
+    def __init__(self, result: Any, finish: Callable[[], None] | None, what: str) -> None:
         self._result, self._finish, self._what = result, finish, what
         self._done = False
         self._error: Exception | None = None
@@ -269,10 +289,8 @@ class ReshardWork(NotPicklable):
 
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
-            if isinstance(self._finish, _Finish):
-                # The collective may still write to the workspace, so later calls must not use it.
-                self._finish.mover.exchange.drop_workspace()
-                self._finish.mover._in_flight = False
+            if isinstance(self._finish, Finish):
+                self._finish.abandon()
             warnings.warn(
                 f"a reshard of {self._what} was started and never waited for: its destination is not filled",
                 RuntimeWarning,

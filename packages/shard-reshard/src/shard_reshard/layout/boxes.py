@@ -12,7 +12,7 @@ from typing import Any
 
 from shard_spec import Box
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard.layout.shard_map import Cell, Index, Piece, ShardMap, shortened, sizes_of
 
 _SHOWN = 4  # holes, and overlaps, named in an error; the rest is counted
@@ -100,21 +100,32 @@ class BoxShardMap(ShardMap):
         try:
             self.boxes = {index(rank): tuple(own) for rank, own in sorted(boxes.items())}
         except TypeError as error:
-            hint = "pass {rank: [Box(offsets, sizes), ...]}"
-            raise PlanError(Problem("invalid-argument", "boxes", found=str(error), hint=hint)) from None
+            raise refusal(
+                "invalid-argument", "boxes", found=str(error), hint="pass {rank: [Box(offsets, sizes), ...]}"
+            ) from None
         self.ranks, problems, owners = tuple(self.boxes), list[Problem](), dict[Span, list[int]]()
         for rank, own in self.boxes.items():
             if rank < 0:
                 problems.append(Problem("invalid-argument", found=f"rank {rank}", hint="ranks are counted from 0"))
             for box in own:
                 if box.ndim != len(self.shape) or any(map(gt, box.ends, self.shape)):
-                    hint = f"boxes lie inside the global shape {self.shape}"
-                    problems.append(Problem("box-out-of-range", found=f"rank {rank} lists {box!r}", hint=hint))
+                    problems.append(
+                        Problem(
+                            "box-out-of-range",
+                            found=f"rank {rank} lists {box!r}",
+                            hint=f"boxes lie inside the global shape {self.shape}",
+                        )
+                    )
                 elif box.numel:  # empty ones may lie anywhere; equal ones of several ranks are replicas
                     ranks = owners.setdefault((box.offsets, box.ends), [])
                     if rank in ranks:
-                        hint = "list a box once on a rank"
-                        problems.append(Problem("boxes-overlap", found=f"rank {rank} lists {box!r} twice", hint=hint))
+                        problems.append(
+                            Problem(
+                                "boxes-overlap",
+                                found=f"rank {rank} lists {box!r} twice",
+                                hint="list a box once on a rank",
+                            )
+                        )
                     ranks.append(rank)
         spans = [(f"rank {ranks[0]}", span) for span, ranks in owners.items()]
         problems = problems or tiling_problems(self.shape, spans)
@@ -206,8 +217,12 @@ class FusedShardMap(BoxShardMap):
             for box in own
         }
         if not 0 <= dim < len(self.shape) or len(rests) > len(self.boxes) or not all(self.boxes.values()):
-            hint = "boxes of one local tensor differ along one dim only, and each rank has one at least"
-            raise PlanError(Problem("boxes-incomplete", dim=dim, found=f"boxes of {self.shape}", hint=hint))
+            raise refusal(
+                "boxes-incomplete",
+                dim=dim,
+                found=f"boxes of {self.shape}",
+                hint="boxes of one local tensor differ along one dim only, and each rank has one at least",
+            )
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
         own = self.boxes.get(rank)
@@ -307,8 +322,11 @@ class ShardMapView(ShardMap):
         self._arguments = base, self.start, self.shape, dims
         self._stop = tuple(a + b for a, b in zip(self.start, self._to_base(self.shape), strict=True))
         if any(low < 0 or end > size for low, end, size in zip(self.start, self._stop, base.shape, strict=True)):
-            reason = f"window from {self.start} to {self._stop} of a tensor of {base.shape}"
-            raise PlanError(Problem("index-out-of-range", found=reason, hint="a window lies inside of the tensor"))
+            raise refusal(
+                "index-out-of-range",
+                found=f"window from {self.start} to {self._stop} of a tensor of {base.shape}",
+                hint="a window lies inside of the tensor",
+            )
 
     @property
     def max_replicas(self) -> int:

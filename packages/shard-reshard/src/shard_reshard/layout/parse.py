@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec import Box, Layout, MeshSpec
 
-from shard_reshard._shared.problems import PlanError, Problem, raise_problems
+from shard_reshard._shared.problems import PlanError, Problem, raise_problems, refusal
 from shard_reshard.layout.boxes import BoxShardMap, FusedShardMap
 from shard_reshard.layout.shard_map import MeshShardMap, ShardMap, sizes_of
 
@@ -50,8 +50,11 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
         boxes = {rank: (own,) if isinstance(own, Box) else own for rank, own in layout.items()}
         for rank, own in boxes.items():
             if not isinstance(own, Sequence) or not all(isinstance(box, Box) for box in own):
-                hint = "give boxes by rank: {rank: Box(offsets, sizes)}, or a list of them"
-                raise PlanError(Problem("invalid-layout", found=f"{own!r} for rank {rank!r}", hint=hint))
+                raise refusal(
+                    "invalid-layout",
+                    found=f"{own!r} for rank {rank!r}",
+                    hint="give boxes by rank: {rank: Box(offsets, sizes)}, or a list of them",
+                )
         return BoxShardMap(_extent([b for held in boxes.values() for b in held]) if shape is None else shape, boxes)
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(layout, tensors.DTensor):
@@ -61,17 +64,22 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     pair = isinstance(layout, tuple) and len(layout) == 2
     if pair and meshes is not None and isinstance(layout[0], meshes.DeviceMesh):
         if not isinstance(layout[1], Sequence):
-            hint = "give placements as a list, one for each axis: (mesh, [Shard(0)])"
-            raise PlanError(Problem("invalid-layout", found=f"(mesh, {layout[1]!r})", hint=hint))
+            raise refusal(
+                "invalid-layout",
+                found=f"(mesh, {layout[1]!r})",
+                hint="give placements as a list, one for each axis: (mesh, [Shard(0)])",
+            )
         mesh = mesh_spec(layout[0])  # global ranks, in mesh order
         mesh = MeshSpec(mesh.axes, [turn(rank) for rank in mesh.ranks])
         return MeshShardMap(Layout(mesh, tuple(layout[1])), sizes_of(shape, "a mesh with placements"))
     from shard_spec.specs import EnumerableShardingSpec, as_spec  # needs torch; the command line plans without
 
     if (spec := as_spec(layout)) is None:  # torch's specs too
-        reason = f"{layout!r} of type {type(layout).__qualname__}"
-        hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank or a text"
-        raise PlanError(Problem("invalid-layout", found=reason, hint=hint))
+        raise refusal(
+            "invalid-layout",
+            found=f"{layout!r} of type {type(layout).__qualname__}",
+            hint="give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank or a text",
+        )
     if shape is None and isinstance(spec, EnumerableShardingSpec):
         shape = _extent([shard.box for shard in spec.shards])
     shape = sizes_of(shape, f"a {type(spec).__name__}")
@@ -83,16 +91,19 @@ def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
     if (match := _WHOLE.fullmatch(text)) is not None:
         return BoxShardMap.whole(shape, int(match[1]))
     if (match := _TEXT.fullmatch(text)) is None:
-        raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
+        raise refusal("invalid-layout", found=repr(text), hint=_TEXT_HINT)
     spec = MeshSpec.parse(match["mesh"])
     ranks: list[int] = []
     for item in match["ranks"].split(",") if match["ranks"] is not None else ():
         if (span := re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", item)) is None:
-            raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
+            raise refusal("invalid-layout", found=repr(text), hint=_TEXT_HINT)
         listed = range(int(span[1]), int(span[2] or span[1]) + 1)
         if len(ranks) + len(listed) > len(spec.ranks):  # before the list grows
-            reason = f"{text!r} lists more ranks than its mesh of {len(spec.ranks)} has"
-            raise PlanError(Problem("invalid-layout", found=reason, hint=_TEXT_HINT))
+            raise refusal(
+                "invalid-layout",
+                found=f"{text!r} lists more ranks than its mesh of {len(spec.ranks)} has",
+                hint=_TEXT_HINT,
+            )
         ranks.extend(listed)
     if match["ranks"] is not None:
         spec = MeshSpec(spec.axes, ranks)
@@ -110,19 +121,25 @@ def layout_value(layout: Any) -> Any:
 
 def _same_shape(bound: ShardMap, shape: Sequence[int] | None) -> ShardMap:
     if shape is not None and tuple(shape) != bound.shape:
-        reason = f"shape={tuple(shape)}, the layout is of a tensor of {bound.shape}"
-        raise PlanError(Problem("shape-mismatch", "shape", found=reason, hint="leave shape= out, or correct it"))
+        raise refusal(
+            "shape-mismatch",
+            "shape",
+            found=f"shape={tuple(shape)}, the layout is of a tensor of {bound.shape}",
+            hint="leave shape= out, or correct it",
+        )
     return bound
 
 
 def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
     """Return the smallest shape that contains all boxes."""
     if not boxes:
-        hint = "list at least one box, or pass shape="
-        raise PlanError(Problem("missing-argument", "shape", found="no boxes", hint=hint))
+        raise refusal("missing-argument", "shape", found="no boxes", hint="list at least one box, or pass shape=")
     if len({box.ndim for box in boxes}) > 1:
-        hint = "boxes of one tensor have the same number of dims"
-        raise PlanError(Problem("shape-mismatch", found=f"boxes of {sorted({b.ndim for b in boxes})} dims", hint=hint))
+        raise refusal(
+            "shape-mismatch",
+            found=f"boxes of {sorted({b.ndim for b in boxes})} dims",
+            hint="boxes of one tensor have the same number of dims",
+        )
     return tuple(max(ends) for ends in zip(*(box.ends for box in boxes), strict=True))
 
 
@@ -149,8 +166,9 @@ def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:
     try:
         info = sharding_info_of(value)
     except ValueError as error:
-        hint = "leave it out, or give its layout in src_layouts"
-        raise PlanError(Problem("invalid-sections", name, found=str(error), hint=hint)) from None
+        raise refusal(
+            "invalid-sections", name, found=str(error), hint="leave it out, or give its layout in src_layouts"
+        ) from None
     if info is None:
         return None
     if info.sections:
@@ -164,15 +182,19 @@ def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
     try:
         axis, dim = info.section_axis()
     except ValueError as error:
-        hint = "give its layout in src_layouts: sections are sharded along one axis"
-        raise PlanError(Problem("invalid-sections", name, found=str(error), hint=hint)) from None
+        raise refusal(
+            "invalid-sections",
+            name,
+            found=str(error),
+            hint="give its layout in src_layouts: sections are sharded along one axis",
+        ) from None
     size = mesh.size(axis)
     if sum(section.size for section in info.sections) != shape[dim] or any(
         unit < 1 or copies < 1 or length % unit or size % copies for length, unit, copies in info.sections
     ):
         reason = f"sections {tuple(map(tuple, info.sections))} of dim {dim} of {shape} on {size} ranks"
         hint = "sections add up to the dim, are a multiple of their unit, and copies divide the ranks of the axis"
-        raise PlanError(Problem("invalid-sections", name, dim, found=reason, hint=hint))
+        raise refusal("invalid-sections", name, dim, found=reason, hint=hint)
     spec = mesh_spec(mesh)
     boxes: dict[int, list[Box]] = {}
     # Position `place` of every group along the axis: ranks at one coordinate of it.
@@ -197,6 +219,11 @@ def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInf
     alike = own.shape == wanted.shape and sorted(own.reduce_ops) == sorted(wanted.reduce_ops)
     if alike and sorted(own.local_pieces(members.rank)) == sorted(wanted.local_pieces(members.rank)):
         return []  # equal on this rank, which is all it can check
-    reason = f"it declares {own.describe()} of {own.shape}, not {wanted.describe()} of {wanted.shape}"
-    hint = "leave out the layout of a tensor that declares its own, redistribute it, or pass its to_local()"
-    return [Problem("layout-mismatch", name, found=reason, hint=hint)]
+    return [
+        Problem(
+            "layout-mismatch",
+            name,
+            found=f"it declares {own.describe()} of {own.shape}, not {wanted.describe()} of {wanted.shape}",
+            hint="leave out the layout of a tensor that declares its own, redistribute it, or pass its to_local()",
+        )
+    ]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shard_spec import Layout
 
 from shard_reshard._shared.dtypes import FLOATING, ITEM_BYTES
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, refusal
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     """Return the plain name of a dtype: ``"float32"`` for ``torch.float32`` and ``"float32"``."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZES:
-        raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(ITEMSIZES)}"))
+        raise refusal("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(ITEMSIZES)}")
     return name
 
 
@@ -76,15 +76,20 @@ new_tuple = tuple.__new__
 def sizes_of(shape: Any, layout: str = "") -> Index:
     """Return a global shape as integers, or refuse it; ``layout`` names a layout that lacks it."""
     if shape is None and layout:
-        found = f"{layout} has no tensor size"
-        raise PlanError(Problem("missing-argument", "shape", found=found, hint="pass shape=, the global shape"))
+        raise refusal(
+            "missing-argument", "shape", found=f"{layout} has no tensor size", hint="pass shape=, the global shape"
+        )
     try:
         sizes = () if isinstance(shape, str) else tuple(map(index, shape))
         if isinstance(shape, str) or any(size < 0 for size in sizes):
             raise TypeError
     except TypeError:
-        hint = "sizes are whole numbers, 0 or more, one for each dim"
-        raise PlanError(Problem("invalid-argument", "shape", found=repr(shape), hint=hint)) from None
+        raise refusal(
+            "invalid-argument",
+            "shape",
+            found=repr(shape),
+            hint="sizes are whole numbers, 0 or more, one for each dim",
+        ) from None
     return sizes
 
 
@@ -120,16 +125,15 @@ class ShardMap(ABC):
     # Of the constructor: they are the identity, and what travels between ranks. The class counts as well: what is
     # joined in one local tensor lies elsewhere than tensors of its own.
     _arguments: tuple[Any, ...]
+    _hash: int | None = None
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self._arguments == other._arguments
 
     def __hash__(self) -> int:
-        if "_hash" not in self.__dict__:
-            values = [tuple(a.items()) if isinstance(a, dict) else a for a in self._arguments]
-            self.__dict__["_hash"] = hash(tuple(values))
-        value: int = self.__dict__["_hash"]
-        return value
+        if self._hash is None:
+            self._hash = hash(tuple([tuple(a.items()) if isinstance(a, dict) else a for a in self._arguments]))
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments

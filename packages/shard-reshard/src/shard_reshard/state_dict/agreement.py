@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shard_spec.specs import EnumerableShardingSpec, from_torch
 
 from shard_reshard._shared.consensus import problems_of, tensor_hash
-from shard_reshard._shared.problems import PlanError, Problem, raise_problems
+from shard_reshard._shared.problems import PlanError, Problem, raise_problems, refusal
 from shard_reshard._torch_compat import (
     PLAIN_TYPES,
     dtensor_local,
@@ -26,8 +26,8 @@ from shard_reshard._torch_compat import (
     waited_for,
 )
 from shard_reshard.execution.checks import memory_of
-from shard_reshard.execution.mover import memo, remember
-from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent, data_device
+from shard_reshard.execution.mover import schedules
+from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent, check_mode, data_device
 from shard_reshard.layout.parse import LayoutLike, layout_mismatches, own_layout, resolve_layout
 from shard_reshard.layout.shard_map import ShardMap, dtype_name
 from shard_reshard.plan import group_problems
@@ -83,9 +83,12 @@ def plain_shard(name: str, value: Any) -> Any:
         return value
     tensors, metadata = sharded
     if len(tensors) > 1:
-        hint = "use reshard_sharded_tensor for it"
-        reason = f"a ShardedTensor of {len(tensors)} shards on this rank"
-        raise PlanError(Problem("unsupported-tensor", name, found=reason, hint=hint))
+        raise refusal(
+            "unsupported-tensor",
+            name,
+            found=f"a ShardedTensor of {len(tensors)} shards on this rank",
+            hint="use reshard_sharded_tensor for it",
+        )
     local = tensors[0].detach() if tensors else torch.empty(0, dtype=metadata.tensor_properties.dtype)
     spec = EnumerableShardingSpec([from_torch(shard) for shard in metadata.shards_metadata])
     local._sharding_info = spec  # type: ignore[attr-defined]  # on this view alone
@@ -107,9 +110,7 @@ def collect_metadata(
     tensors: list[Any] = [*state_dict, *outs]
     strange = [name for name in tensors if not isinstance(name, str)]
     if strange:
-        raise PlanError(
-            Problem("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
-        )
+        raise refusal("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
     problems: list[Problem] = []
     if pairs:
         derived = _scale_layouts(state_dict, src_layouts, shapes, members, pairs, problems)
@@ -123,19 +124,26 @@ def collect_metadata(
             wanted, shape = (src_layouts.get(name), shapes.get(name)) if table is sources else (None, None)
             try:
                 if not isinstance(value, torch.Tensor):
-                    reason = f"a {type(value).__qualname__}"
-                    raise PlanError(Problem("wrong-type", name, found=reason, hint="leave it out of the state dict"))
+                    raise refusal(
+                        "wrong-type",
+                        name,
+                        found=f"a {type(value).__qualname__}",
+                        hint="leave it out of the state dict",
+                    )
                 if value.is_nested or value.layout is not torch.strided:
                     reason = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
                     hint = "only dense tensors can be moved"
-                    raise PlanError(Problem("unsupported-tensor", name, found=reason, hint=hint))
+                    raise refusal("unsupported-tensor", name, found=reason, hint=hint)
                 if wanted is None:  # declared by the tensor, or plain: None for a full tensor
                     layout = own_layout(name, value, members.to_group)
                     full = tuple(value.shape) if layout is None else layout.shape
                     if shape is not None and tuple(shape) != full:
-                        reason = f"shapes={tuple(shape)}, the tensor is of {full}"
-                        hint = "say how it is sharded in src_layouts"
-                        raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
+                        raise refusal(
+                            "shape-mismatch",
+                            name,
+                            found=f"shapes={tuple(shape)}, the tensor is of {full}",
+                            hint="say how it is sharded in src_layouts",
+                        )
                 else:
                     layout = resolve_layout(wanted, shape, members.to_group)
                     full = layout.shape
@@ -194,8 +202,7 @@ def local_tensor(value: Any) -> torch.Tensor:
     if local is None:
         local = value if type(value) in PLAIN_TYPES or not hasattr(value, "to_local") else value.to_local()
     if not isinstance(local, torch.Tensor):
-        reason = f"a {type(value).__qualname__}"
-        raise PlanError(Problem("wrong-type", found=reason, hint="leave it out of the state dict"))
+        raise refusal("wrong-type", found=f"a {type(value).__qualname__}", hint="leave it out of the state dict")
     if type(local) not in PLAIN_TYPES:
         if getattr(local, "_sharding_info", None) is not None:
             local = local.as_subclass(torch.Tensor)  # such a class may report the global shape
@@ -253,6 +260,7 @@ class Question(NamedTuple):
 
     def digest(self, facts: RankMeta) -> bytes:
         """Return a digest of it and a rank's metadata. The serial number stands for layouts that are a function."""
+        check_mode(self.check)
         texts, layouts = [], self.dst_layouts
         if not isinstance(layouts, Mapping):
             layouts = {"": "a function" if callable(layouts) else layouts}
@@ -270,73 +278,93 @@ class Question(NamedTuple):
         return hashlib.sha256(repr(content).encode()).digest()[:24]
 
 
-class Agreed(NamedTuple):
-    """A plan that all ranks have compared."""
+class Row(NamedTuple):
+    """Message of a rank in every call, of parts with fixed lengths: digests, and the token of the previous call."""
 
-    plan: StateDictPlan
-    key: tuple[bytes, ...]  # digests of all ranks, for which the plan was made
-    prepared: bool  # every rank has prepared this plan, and found no problem
-    tokens: tuple[bytes, ...]  # of all ranks
+    facts: bytes  # 24 bytes: the arguments of the call and this rank's metadata
+    values: bytes  # 8 bytes: the values of plain tensors; zeros for none
+    plan: bytes  # 8 bytes: the plan that this rank has prepared; zeros for none
+    token: bytes  # the rest
 
 
-def agreed_plan(
-    members: GroupInfo,
-    question: Question,
-    facts: RankMeta,
-    digest: bytes,
-    tensors: Mapping[str, Any],
-    call: int = ONE_SHOT,
-    *,
-    problems: Sequence[Problem] = (),
-    prepared: Agreed | None = None,
-    token: bytes = b"",
-) -> Agreed:
-    """Return the plan for all ranks' metadata, or raise all problems on all; a collective.
+@dataclass(eq=False)
+class PlanConsensus:
+    """The plan of all ranks for this rank's metadata, compared with theirs in every call.
 
-    Metadata travels only when a rank's changed: else 64 bytes of each rank do, with ``token`` among them. Plain
-    ``tensors`` have to be equal on all ranks that have them; ``prepared`` is what this rank has prepared its own for.
+    Attributes:
+        members: The group.
+        question: The arguments of all calls.
+        facts: Metadata of this rank's tensors.
+        digest: The question's digest for it.
+        plan: The plan of the last call.
     """
-    problems, sums = list(problems), dict[str, bytes]()
-    try:
-        sums = {} if problems or is_fake(()) else plain_checksums(facts, tensors)
-    except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
-        problems += problems_of(error)
-    if problems:  # as facts that no other call has: all ranks see them
-        facts, prepared = replace(facts, problems=(*facts.problems, *problems)), None
-        digest = question.digest(facts)
-    values = hashlib.sha256(repr(list(sums.items())).encode()).digest()[:8] if sums else bytes(8)
-    row = digest + values + (bytes(8) if prepared is None else bytes.fromhex(prepared.plan.digest[:16])) + token
-    rows = [row] * members.size  # fake tensors have no other ranks
-    if not is_fake(()):
-        rows = all_gather_row(members, call, row, [f"call {call} for a state dict of {sorted(facts.sources)}"])
-    key = tuple(row[:24] for row in rows)
-    # With the plan, the layouts it was made for: what has an identity alone must not be freed while the plan is here.
-    plan, _ = memo.get(members.group, {}).get("state dict plan", {}).get(key, (None, None))
-    if prepared is not None and prepared.key == key:
-        plan = prepared.plan
-    if plan is None:
 
-        def make(everyone: list[Any], problems: list[Problem]) -> tuple[StateDictPlan, list[str]]:
-            problems += differing([sums for _, sums in everyone], *PLAIN)
-            metadata = [metadata for metadata, _ in everyone]
-            options: Any = {"strict": question.strict, "casts": question.casts, "pairs": question.pairs}
-            plan = plan_state_dict(metadata, *question[:3], members.to_group, **options)
-            problems += group_problems((move.plan for move in plan.moves), members.size)
-            text = f"check={question.check} changed_only={question.changed_only}"
-            return plan, [*plan.lines, text, f"plan {plan.digest}"]
+    members: GroupInfo
+    question: Question
+    facts: RankMeta
+    digest: bytes
+    plan: StateDictPlan | None = None
+    _key: tuple[bytes, ...] = ()  # digests of all ranks, for which `plan` was made
 
-        plan = plan_of_all(members, "a state dict", (facts, sums), make)
-        if not question.serial:
-            layouts = question.dst_layouts
-            held = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
-            remember(members.group, "state dict plan", key, held)
-        return Agreed(plan, key, False, tuple(row[40:] for row in rows))
-    if len({row[24:32] for row in rows if any(row[24:32])}) > 1:  # other values, or other names
+    def agree(
+        self, tensors: Mapping[str, Any], call: int, problems: Sequence[Problem] = (), token: bytes = b""
+    ) -> tuple[StateDictPlan, bool, tuple[bytes, ...]]:
+        """Return the plan for all ranks' metadata, or raise all problems on all; a collective.
+
+        Metadata travels only when a rank's changed: else 64 bytes of each rank do, with ``token`` among them. Plain
+        ``tensors`` have to be equal on all ranks that have them.
+
+        Returns:
+            The plan; True if every rank has prepared its tensors for it and has no problem; the tokens of all ranks.
+        """
+        members, question, facts, digest, prepared = self.members, self.question, self.facts, self.digest, self.plan
+        problems, sums = list(problems), dict[str, bytes]()
+        try:
+            sums = {} if problems or is_fake(()) else plain_checksums(facts, tensors)
+        except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
+            problems += problems_of(error)
+        if problems:  # as facts that no other call has: all ranks see them
+            facts, prepared = replace(facts, problems=(*facts.problems, *problems)), None
+            digest = question.digest(facts)
+        values = hashlib.sha256(repr(list(sums.items())).encode()).digest()[:8] if sums else bytes(8)
+        own = Row(digest, values, bytes(8) if prepared is None else _short(prepared), token)
+        rows = [own] * members.size  # fake tensors have no other ranks
+        if not is_fake(()):
+            lines = [f"call {call} for a state dict of {sorted(facts.sources)}"]
+            gathered = all_gather_row(members, call, b"".join(own), lines)
+            rows = [Row(row[:24], row[24:32], row[32:40], row[40:]) for row in gathered]
+        key = tuple(row.facts for row in rows)
+        tokens = tuple(row.token for row in rows)
+        # With the layouts that the plan was made for: what has an identity alone must not be freed before the plan.
+        plan, _ = schedules.of(members.group, "state dict plan").get(key, (None, None))
+        if prepared is not None and self._key == key:
+            plan = prepared
         everyone: list[Any] = [None] * members.size
-        dist.all_gather_object(everyone, sums, group=members.group)
-        raise_problems(differing(everyone, *PLAIN))
-    same = {row[32:40] for row in rows} == {bytes.fromhex(plan.digest[:16])}
-    return Agreed(plan, key, same, tuple(row[40:] for row in rows))
+        is_prepared = plan is not None and {row.plan for row in rows} == {_short(plan)}
+        if plan is None:
+            plan = plan_of_all(members, "a state dict", (facts, sums), self._make)
+            if not question.serial:
+                layouts = question.dst_layouts
+                held = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
+                schedules.put(members.group, "state dict plan", key, held)
+        elif len({row.values for row in rows if any(row.values)}) > 1:  # other values, or other names
+            dist.all_gather_object(everyone, sums, group=members.group)
+            raise_problems(differing(everyone, *PLAIN))
+        self.plan, self._key = plan, key
+        return plan, is_prepared, tokens
+
+    def _make(self, everyone: list[Any], problems: list[Problem]) -> tuple[StateDictPlan, list[str]]:
+        members, question = self.members, self.question
+        problems += differing([sums for _, sums in everyone], *PLAIN)
+        options: Any = {"strict": question.strict, "casts": question.casts, "pairs": question.pairs}
+        plan = plan_state_dict([facts for facts, _ in everyone], *question[:3], members.to_group, **options)
+        problems += group_problems((move.plan for move in plan.moves), members.size)
+        text = f"check={question.check} changed_only={question.changed_only}"
+        return plan, [*plan.lines, text, f"plan {plan.digest}"]
+
+
+def _short(plan: StateDictPlan) -> bytes:
+    return bytes.fromhex(plan.digest[:16])
 
 
 def plan_of_all(
@@ -346,8 +374,9 @@ def plan_of_all(
 
     ``make`` returns the plan for what all ranks have, with its text; it adds to the problems, or raises more.
     """
-    everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, mine, group=members.group)
+    everyone: list[Any] = [mine] * members.size
+    if not is_fake(()):  # a fake group's other ranks are as this one
+        dist.all_gather_object(everyone, mine, group=members.group)
     plan, lines, problems = None, list[str](), list[Problem]()
     try:
         plan, lines = make(everyone, problems)

@@ -14,6 +14,7 @@ from shard_reshard._shared.problems import Problem
 from shard_reshard._torch_compat import dtensor_maker
 from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import FREED, address, destination_problems, has_memory, local_problems, memory_of
+from shard_reshard.execution.exchange import Workspace
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, PieceShardMap
@@ -70,7 +71,7 @@ class LocalTargets:
     With ``keep`` buffers and views are kept between calls. Sources of a call are compared with ``known`` metadata.
 
     Attributes:
-        converted: Names that arrive apart from their destination, because arithmetic follows.
+        converted: Names that arrive apart from their destination, because arithmetic follows; with their weights.
         shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
         buckets: For each bucket, the moves that take a source from this rank, and all its moves.
         movers: For each bucket, what moves it.
@@ -88,7 +89,7 @@ class LocalTargets:
         known: Mapping[str, TensorMeta] | None = None,
     ) -> None:
         self.plan, self.rank, self.members, self.dst_layouts = plan, members.rank, members, dst_layouts
-        self.converted = {name for weight, entry in plan.conversions.items() for name in (weight, entry.scale)}
+        self.converted = {name: weight for weight, entry in plan.conversions.items() for name in (entry.scale, weight)}
         self._known, moved = known or {}, {move.source for move in plan.moves}
         self._tied = [
             (name, entry.tied_to)
@@ -106,7 +107,7 @@ class LocalTargets:
             self.buckets.append((held, moves))
             plans = tuple(move.plan for move in moves)
             # What is prepared for one caller's tensors must not meet another's: then movers are not shared.
-            mover = Mover(plans, members, keep, check) if keep else shared_mover(members, plans, check)
+            mover = Mover(plans, members, check, Workspace()) if keep else shared_mover(members, plans, check)
             if changed_only:
                 mover.changes = ChangeExchange(min(plan.itemsize for plan in plans))
             self.movers.append(mover)
@@ -136,8 +137,14 @@ class LocalTargets:
             freed = [f"{name}: {where}, source" for name, tensor in sources.items() if not has_memory(tensor)]
             return problems + [Problem("no-data", name, None, None, *FREED) for name in freed]
         if strange := sorted(given.keys() - self._known.keys()) if given is not None else []:
-            hint = "leave them out, or make a resharder for a state dict that has them"
-            problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
+            problems.append(
+                Problem(
+                    "unknown-name",
+                    "state_dict",
+                    found=", ".join(map(repr, strange)),
+                    hint="leave them out, or make a resharder for a state dict that has them",
+                )
+            )
 
         metadata, full = self._known, BoxShardMap.whole
         problems += declared_mismatches(
@@ -174,14 +181,20 @@ class LocalTargets:
             layout, dtype = targets[name]
             shapes = layout.local_shapes(self.rank)
             if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
-                reason = f"{out.dtype} of shape {tuple(out.shape)}, the layout needs {dtype} of shape {shapes[0]}"
-                add("shape-mismatch", reason, "pass a local tensor of that shape, or another layout in dst_layouts")
+                add(
+                    "shape-mismatch",
+                    f"{out.dtype} of shape {tuple(out.shape)}, the layout needs {dtype} of shape {shapes[0]}",
+                    "pass a local tensor of that shape, or another layout in dst_layouts",
+                )
             elif len(shapes) > 1:
                 hint = "leave it out of out=; the result has a list of tensors"
                 add("argument-count", f"one tensor for {len(shapes)} boxes", hint)
             elif not shapes and strict and out.numel():
-                reason = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
-                add("missing-source", reason, "leave it out of out= on this rank, or pass strict=False")
+                add(
+                    "missing-source",
+                    f"shape {tuple(out.shape)}, the layout has nothing on this rank",
+                    "leave it out of out= on this rank, or pass strict=False",
+                )
         for name, value in given.items():
             if name in targets and not isinstance(value, torch.Tensor):
                 add("wrong-type", f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out=")
@@ -207,6 +220,7 @@ class ReceiveBuffers:
         self.tensors: dict[str, list[torch.Tensor]] = {}
         self.fresh = not outs
         self.in_place: set[str] = set()  # names filled in the caller's memory
+        self.ready: dict[str, list[torch.Tensor]] = {}  # results of conversions
         for name, shapes in here.shapes.items():
             if outs and name in outs and len(shapes) == 1 and name not in here.converted:
                 self.tensors[name] = [outs[name]]
@@ -290,18 +304,25 @@ def move_buckets(
 
 
 def write_outputs(
-    here: LocalTargets, arriving: ReceiveBuffers, outs: Mapping[str, Any], locals_: Mapping[str, torch.Tensor]
+    here: LocalTargets,
+    arriving: ReceiveBuffers,
+    outs: Mapping[str, Any],
+    locals_: Mapping[str, torch.Tensor],
+    names: Iterable[str] | None = None,
 ) -> MovedStateDict:
-    """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``)."""
-    plan, results, ready = here.plan, dict[str, Any](), dict[str, list[torch.Tensor]]()
-    for name, conversion in plan.conversions.items():
-        if name not in plan.aliases:
-            ready |= _converted(here, arriving, name, conversion)
-    for name in plan.outputs:  # in the order of their names
+    """Return the results of this rank; copies separate arrivals to ``outs`` (locally ``locals_``).
+
+    ``names`` are those that are wanted, whose buckets have arrived; None: all.
+    """
+    plan, results, ready = here.plan, dict[str, Any](), arriving.ready
+    for name in plan.outputs if names is None else names:  # in the order of their names
         if name in arriving.in_place:
             results[name] = outs[name]
             continue
         first = plan.aliases.get(name, name)
+        if first in here.converted and first not in ready:
+            weight = here.converted[first]
+            ready |= _converted(here, arriving, weight, plan.conversions[weight])
         tensors = ready[first] if first in ready else arriving.tensors[first]
         if not tensors:  # nothing on this rank
             continue

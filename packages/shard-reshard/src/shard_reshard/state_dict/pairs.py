@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from shard_spec import Box
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard.layout.boxes import LocalTensor, PieceShardMap
 from shard_reshard.layout.shard_map import FLOAT8, Index, Piece, ShardMap, dtype_name, loses_values, torch_dtype
 
@@ -55,17 +55,33 @@ class Pair:
     def __post_init__(self) -> None:
         stars = self.weight.count("*"), self.scale.count("*")
         if stars not in ((0, 0), (1, 1)):
-            hint = "both names have one '*' at the same part, or none"
-            raise PlanError(Problem("invalid-argument", "pairs", found=f"{self.weight!r}, {self.scale!r}", hint=hint))
+            raise refusal(
+                "invalid-argument",
+                "pairs",
+                found=f"{self.weight!r}, {self.scale!r}",
+                hint="both names have one '*' at the same part, or none",
+            )
         if self.block is not None and any(size is not None and size < 1 for size in self.block):
-            hint = "sizes of a block are 1 or more, or None for all of a dim"
-            raise PlanError(Problem("invalid-argument", "pairs", found=f"block={self.block}", hint=hint))
+            raise refusal(
+                "invalid-argument",
+                "pairs",
+                found=f"block={self.block}",
+                hint="sizes of a block are 1 or more, or None for all of a dim",
+            )
         if self.dequantize and self.quantize:
-            hint = "a weight is quantised or dequantised: pass two pairs for two sets of weights"
-            raise PlanError(Problem("conflicting-arguments", "pairs", found=repr(self), hint=hint))
+            raise refusal(
+                "conflicting-arguments",
+                "pairs",
+                found=repr(self),
+                hint="a weight is quantised or dequantised: pass two pairs for two sets of weights",
+            )
         if isinstance(self.dequantize, torch.dtype) and dtype_name(self.dequantize) not in _PLAIN_FLOATS:
-            hint = "dequantize to float32, float16, bfloat16 or float64"
-            raise PlanError(Problem("unsupported-dtype", "pairs", found=f"{self.dequantize}", hint=hint))
+            raise refusal(
+                "unsupported-dtype",
+                "pairs",
+                found=f"{self.dequantize}",
+                hint="dequantize to float32, float16, bfloat16 or float64",
+            )
 
     def scale_of(self, name: str) -> str | None:
         """Return the scale's name of the weight ``name``; None for a name that is no weight of this pair."""
@@ -89,8 +105,12 @@ class Pair:
         """Return the size of a block in each dim of a weight of ``shape``."""
         block: Block = (None,) * len(shape) if self.block is None else self.block
         if len(block) > len(shape):
-            reason, hint = f"block={self.block} for a weight of {shape}", "a block has at most the weight's dims"
-            raise PlanError(Problem("shape-mismatch", self.weight, found=reason, hint=hint))
+            raise refusal(
+                "shape-mismatch",
+                self.weight,
+                found=f"block={self.block} for a weight of {shape}",
+                hint="a block has at most the weight's dims",
+            )
         return (1,) * (len(shape) - len(block)) + tuple(block)
 
 
@@ -103,7 +123,7 @@ def as_pairs(pairs: Pair | Iterable[Pair]) -> tuple[Pair, ...]:
     for pair in listed:
         if not isinstance(pair, Pair):
             hint = "pass Pair(weight, scale, block), or a list of them"  # type: ignore[unreachable]  # callers are untyped
-            raise PlanError(Problem("wrong-type", "pairs", found=f"{pair!r:.100}", hint=hint))
+            raise refusal("wrong-type", "pairs", found=f"{pair!r:.100}", hint=hint)
     return listed
 
 
@@ -160,11 +180,19 @@ def cast_problem(name: str, source: str, target: str, scales: Scales, out: str) 
     scale = scale or (scales.beside(out) if target in QUANTISED else None)
     if scale is not None:
         act = "dequantize=True" if source in QUANTISED else "quantize=True"
-        hint = f"pass pairs=Pair({name!r}, {scale!r}, block, {act}); {_VALUES}"
-        return Problem("dtype-mismatch", name, found=f"{reason} without the scale {scale}", hint=hint)
+        return Problem(
+            "dtype-mismatch",
+            name,
+            found=f"{reason} without the scale {scale}",
+            hint=f"pass pairs=Pair({name!r}, {scale!r}, block, {act}); {_VALUES}",
+        )
     if loses_values(source, target):
-        hint = f"quantise with a scale: pairs=Pair({name!r}, scale, block, quantize=True); {_VALUES}"
-        return Problem("dtype-mismatch", name, found=f"{reason}, which loses most values", hint=hint)
+        return Problem(
+            "dtype-mismatch",
+            name,
+            found=f"{reason}, which loses most values",
+            hint=f"quantise with a scale: pairs=Pair({name!r}, scale, block, quantize=True); {_VALUES}",
+        )
     return None
 
 
@@ -204,16 +232,26 @@ def matched_pairs(
             try:
                 if scale in sources:
                     if name in matched:
-                        reason, hint = "a weight of two pairs", "write patterns that exclude one another"
-                        raise PlanError(Problem("conflicting-arguments", name, found=reason, hint=hint))
+                        raise refusal(
+                            "conflicting-arguments",
+                            name,
+                            found="a weight of two pairs",
+                            hint="write patterns that exclude one another",
+                        )
                     block = pair.block_of(shape)
                     used = True
                     scale_axes(scale, shape, block, sources[scale][0])
                     matched[name] = Matched(pair, scale, block)
                 elif dtype in FLOAT8 or dtype == "int8":
                     used = True
-                    hint = "pass its scale too, or a Pair with the scale's name"
-                    problems.append(Problem("missing-tensor", scale, found=f"{name} of {dtype} alone", hint=hint))
+                    problems.append(
+                        Problem(
+                            "missing-tensor",
+                            scale,
+                            found=f"{name} of {dtype} alone",
+                            hint="pass its scale too, or a Pair with the scale's name",
+                        )
+                    )
                 elif pair.quantize and dtype in _PLAIN_FLOATS and len(shape) >= len(pair.block or ()):
                     used = True
                     matched.setdefault(name, Matched(pair, scale, pair.block_of(shape)))
@@ -250,8 +288,12 @@ def scale_axes(name: str, shape: Index, block: Block, scale: Index) -> Axes:
         return split
     if not split and prod(scale) == 1:
         return (None,) * len(scale)
-    reason = f"a scale of {scale} for a weight of {shape} in blocks of {block}, which have {grid} scales"
-    raise PlanError(Problem("shape-mismatch", name, found=reason, hint="correct block= of the Pair"))
+    raise refusal(
+        "shape-mismatch",
+        name,
+        found=f"a scale of {scale} for a weight of {shape} in blocks of {block}, which have {grid} scales",
+        hint="correct block= of the Pair",
+    )
 
 
 def scale_layout(name: str, layout: ShardMap, block: Block, axes: Axes) -> PieceShardMap:
@@ -271,8 +313,12 @@ def _local_tensors(
 ) -> dict[int, tuple[LocalTensor, ...]]:
     """Return each rank's local tensors, with pieces in blocks; ``grown``: in elements of full blocks."""
     if layout.num_partials > 1:
-        hint = "reduce it first: a sum of quantised numbers has other scales"
-        raise PlanError(Problem("partial-value", name, found=layout.describe(), hint=hint))
+        raise refusal(
+            "partial-value",
+            name,
+            found=layout.describe(),
+            hint="reduce it first: a sum of quantised numbers has other scales",
+        )
     by_rank: dict[int, tuple[LocalTensor, ...]] = {}
     for rank in layout.ranks:
         pieces: dict[int, list[Piece]] = {}
@@ -319,7 +365,7 @@ def _spans(
         if start % unit or at % unit or not ends:
             reason = f"{layout.describe()} joins {start}..{stop} of dim {dim} in one local tensor, blocks are of {unit}"
             hint = "several boxes of a local tensor begin and end at blocks; use another layout for it"
-            raise PlanError(Problem("does-not-divide", name, dim, found=reason, hint=hint))
+            raise refusal("does-not-divide", name, dim, found=reason, hint=hint)
         spans.append((start, stop, at) if grown else (start // unit, -(-stop // unit), at // unit))
     return spans, local[dim] if grown else -(-local[dim] // unit)
 
@@ -447,5 +493,9 @@ def convertible(name: str, source: str, target: str) -> Problem | None:
     quantised, plain = (target, source) if source in _PLAIN_FLOATS else (source, target)
     if quantised in FLOAT8 - {"float8_e8m0fnu"} | {"int8"} and plain in _PLAIN_FLOATS:
         return None
-    hint = "float8 and int8 are converted; move packed numbers as bytes, and unpack them with their own library"
-    return Problem("unsupported-dtype", name, found=f"{source} to {target} by a Pair", hint=hint)
+    return Problem(
+        "unsupported-dtype",
+        name,
+        found=f"{source} to {target} by a Pair",
+        hint="float8 and int8 are converted; move packed numbers as bytes, and unpack them with their own library",
+    )

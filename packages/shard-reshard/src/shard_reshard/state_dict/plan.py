@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from shard_spec import Layout, MeshSpec
 
-from shard_reshard._shared.problems import PlanError, Problem, raise_problems
+from shard_reshard._shared.problems import PlanError, Problem, raise_problems, refusal
 from shard_reshard.group import condensed
 from shard_reshard.layout.boxes import BoxShardMap, Dims, ShardMapView, tiling_problems
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
@@ -174,6 +174,18 @@ class StateDictPlan:
             total += sum(plan.wire_bytes for plan in plans) if padding == 1 else 0
         return total
 
+    @cached_property
+    def arrivals(self) -> tuple[tuple[str, ...], ...]:
+        """For each bucket the results that are complete when it and the buckets before it have arrived."""
+        last = {self.moves[at].target: number for number, bucket in enumerate(self.buckets) for at in bucket}
+        made = {entry.scale: name for name, entry in self.conversions.items() if entry.quantize}
+        complete: list[list[str]] = [[] for _ in self.buckets]
+        for name in self.outputs:
+            needed = {made.get(name, name)}
+            needed |= {self.conversions[n].scale for n in needed & self.conversions.keys()} - made.keys()
+            complete[max(last[self.aliases.get(n, n)] for n in needed)].append(name)
+        return tuple(map(tuple, complete))
+
     @property
     def lower_bound(self) -> int:
         """Minimum bytes for any algorithm."""
@@ -286,8 +298,14 @@ def plan_state_dict(
     targets, fills = where.targets(by_target, strict, casts, problems)
     outputs = where.outputs(targets) if where.conversions else targets
     if any(pair.quantize for pair in pairs) and not where.made:
-        hint = "pass an out= with quantised weights and their scales"
-        problems.append(Problem("missing-argument", "pairs", found="quantize=True quantises no weight", hint=hint))
+        problems.append(
+            Problem(
+                "missing-argument",
+                "pairs",
+                found="quantize=True quantises no weight",
+                hint="pass an out= with quantised weights and their scales",
+            )
+        )
     if strict:
         arrived = by_target.keys() | outputs.keys()
         if where.scaled:  # not what is used up; a scale whose weight has a problem has that problem too
@@ -328,11 +346,14 @@ def _values(everyone: Sequence[RankMeta], problems: list[Problem]) -> tuple[dict
         paths |= facts.paths
         for name, value in facts.values.items():
             if repr(values.setdefault(name, value)) != repr(value):
-                reason, hint = (
-                    f"{value!r:.80} on rank {rank}, before: {values[name]!r:.80}",
-                    "pass equal values, or none",
+                problems.append(
+                    Problem(
+                        "ranks-disagree",
+                        name,
+                        found=f"{value!r:.80} on rank {rank}, before: {values[name]!r:.80}",
+                        hint="pass equal values, or none",
+                    )
                 )
-                problems.append(Problem("ranks-disagree", name, found=reason, hint=hint))
     return values, paths
 
 
@@ -391,24 +412,37 @@ def _scale_part(name: str, pair: Pair, entry: str | Part, shape: Index, block: B
     part = Part(entry) if isinstance(entry, str) else entry
     scale = pair.scale_for(name, part.name)
     if scale is None:
-        hint = f"name the scale in key_map, or map to a name of the form {pair.weight!r}"
-        raise PlanError(Problem("missing-argument", name, found=f"{part.name!r} has no scale's name", hint=hint))
+        raise refusal(
+            "missing-argument",
+            name,
+            found=f"{part.name!r} has no scale's name",
+            hint=f"name the scale in key_map, or map to a name of the form {pair.weight!r}",
+        )
     dim, cut = part.dim % max(1, len(shape)), part.size is not None or part.start or part.source_start
     values = part._replace(name=scale, dim=0, fill=None if part.fill is None else 1.0)
     if cut:
         unit, end = block[dim], part.source_start + (part.size or 0)
         ragged = part.size is not None and end != shape[dim]
         if unit is None or dim not in axes or part.start % unit or part.source_start % unit or (ragged and end % unit):
-            hint = "parts begin and end at blocks: their elements share scales with others"
-            raise PlanError(Problem("does-not-divide", name, dim, found=f"{part!r} in blocks of {block}", hint=hint))
+            raise refusal(
+                "does-not-divide",
+                name,
+                dim,
+                found=f"{part!r} in blocks of {block}",
+                hint="parts begin and end at blocks: their elements share scales with others",
+            )
         size = None if part.size is None else -(-part.size // unit)
         values = values._replace(
             dim=axes.index(dim), start=part.start // unit, source_start=part.source_start // unit, size=size
         )
     plain = axes == tuple(range(len(shape)))
     if (part.dims is not None and not plain) or (part.unstack is not None and (axes[:1] != (0,) or block[0] != 1)):
-        hint = "name the scale in key_map: it lacks dims of the weight"
-        raise PlanError(Problem("conflicting-arguments", name, found=repr(part), hint=hint))
+        raise refusal(
+            "conflicting-arguments",
+            name,
+            found=repr(part),
+            hint="name the scale in key_map: it lacks dims of the weight",
+        )
     return values
 
 
@@ -485,11 +519,23 @@ class _Where:
             if scale is None:  # left out by key_map: a cast of the weight is refused
                 continue
             if others:
-                reason, hint = f"parts with blocks {sorted(str(b) for _, b in pairs)}", "one block for a destination"
-                problems.append(Problem("conflicting-arguments", name, found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "conflicting-arguments",
+                        name,
+                        found=f"parts with blocks {sorted(str(b) for _, b in pairs)}",
+                        hint="one block for a destination",
+                    )
+                )
             elif scale in self.scaled:
-                reason, hint = f"{scale} is the scale of {self.scaled[scale].weight} too", "one scale for each weight"
-                problems.append(Problem("duplicate-name", name, found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "duplicate-name",
+                        name,
+                        found=f"{scale} is the scale of {self.scaled[scale].weight} too",
+                        hint="one scale for each weight",
+                    )
+                )
             else:
                 self.scaled[scale] = Scaled(name, pair, block, has_scale)
         for scale, entry in self.scaled.items():
@@ -553,9 +599,12 @@ class _Where:
             self.resolved[key] = own if wanted is None and own else resolve_layout(wanted, shape, self.to_group)
         layout = self.resolved[key]
         if out is not None and len(out.shape) == len(shape) - 1 and shape[0] == 1:
-            reason = f"{source} arrives as {shape}, the tensor of out= has {len(out.shape)} dims"
-            hint = "for one index of the first dim write Part(..., unstack=index)"
-            raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
+            raise refusal(
+                "shape-mismatch",
+                name,
+                found=f"{source} arrives as {shape}, the tensor of out= has {len(out.shape)} dims",
+                hint="for one index of the first dim write Part(..., unstack=index)",
+            )
         final = dtype if out is None else out.dtype
         if scale is None:
             return layout, final
@@ -563,12 +612,20 @@ class _Where:
         block, pair = entry.block, entry.pair
         if entry.has_scale and pair.dequantize:
             if out is None and pair.dequantize is True:
-                hint = "Pair(..., dequantize=torch.bfloat16), or pass out="
-                raise PlanError(Problem("missing-argument", name, found="no dtype to dequantize to", hint=hint))
+                raise refusal(
+                    "missing-argument",
+                    name,
+                    found="no dtype to dequantize to",
+                    hint="Pair(..., dequantize=torch.bfloat16), or pass out=",
+                )
             into = final if pair.dequantize is True else dtype_name(pair.dequantize)
             if into != final and out is not None:
-                hint = "pass dequantize=True for the dtype of out"
-                raise PlanError(Problem("dtype-mismatch", name, found=f"{into}, out is of {final}", hint=hint))
+                raise refusal(
+                    "dtype-mismatch",
+                    name,
+                    found=f"{into}, out is of {final}",
+                    hint="pass dequantize=True for the dtype of out",
+                )
             (scale_shape, scale_dtype) = self.shapes[scale]
             axes = scale_axes(scale, shape, block, scale_shape)
             raise_problems(filter(None, [convertible(name, dtype, into)]))
@@ -582,9 +639,12 @@ class _Where:
             derived = self._derived("scale", scale, layout, block, axes)
             scaled = self._checked(scale, derived)
             if any(scaled.local_shapes(rank) != derived.local_shapes(rank) for rank in layout.ranks):
-                reason = f"{scaled.describe()}; a receiver makes the scales of its own part of the weight"
-                hint = "pass a local scale for a local weight, or leave out its layout"
-                raise PlanError(Problem("layout-mismatch", scale, found=reason, hint=hint))
+                raise refusal(
+                    "layout-mismatch",
+                    scale,
+                    found=f"{scaled.describe()}; a receiver makes the scales of its own part of the weight",
+                    hint="pass a local scale for a local weight, or leave out its layout",
+                )
             self.conversions[name] = Conversion(scale, True, block, axes, layout, final, scaled, held.dtype)
             return self._derived("grown", name, layout, block, ()), dtype
         return layout, final
@@ -592,8 +652,12 @@ class _Where:
     def _no_layout(self, name: str, source: str) -> Problem:
         """Return the problem of a destination without a layout; of the scale of a quantised weight names the Pair."""
         if (weight := weight_beside(source, self.sources)) is not None:
-            hint = f"move it with its weight: pairs=Pair({weight!r}, {source!r}, block)"
-            return Problem("missing-argument", name, found=f"the scale of {weight}", hint=hint)
+            return Problem(
+                "missing-argument",
+                name,
+                found=f"the scale of {weight}",
+                hint=f"move it with its weight: pairs=Pair({weight!r}, {source!r}, block)",
+            )
         hint = "name it in dst_layouts, pass an out= that has it, or leave it out: key_map={name: None}"
         if self.of_files:
             hint += ", or unexpected='ignore'; experts in files and a model of transformers: hf_key_map(model)"
@@ -605,8 +669,12 @@ class _Where:
         if name in self.consumed:
             return self.conversions[entry.weight].scale_layout, dtype
         if entry.weight not in targets:
-            reason, hint = f"its weight {entry.weight} has no destination", "see the problem of the weight"
-            raise PlanError(Problem("missing-argument", name, found=reason, hint=hint))
+            raise refusal(
+                "missing-argument",
+                name,
+                found=f"its weight {entry.weight} has no destination",
+                hint="see the problem of the weight",
+            )
         layout, _ = targets[entry.weight]
         axes = scale_axes(name, layout.shape, entry.block, shape)
         derived = self._checked(name, self._derived("scale", name, layout, entry.block, axes))
@@ -629,8 +697,12 @@ class _Where:
         layout = resolve_layout(wanted, derived.shape, self.to_group) if wanted is not None else own
         assert layout is not None
         if layout.shape != derived.shape or not holds(layout, derived):
-            reason, hint = f"{layout.describe()} lacks scales of the weight on some rank", "leave out its layout"
-            raise PlanError(Problem("layout-mismatch", name, found=reason, hint=hint))
+            raise refusal(
+                "layout-mismatch",
+                name,
+                found=f"{layout.describe()} lacks scales of the weight on some rank",
+                hint="leave out its layout",
+            )
         return layout
 
 
@@ -689,17 +761,28 @@ def _merge(
                 continue
             if entry[:2] != first[:2] or (entry.layout is None) != (first.layout is None):
                 kind = "a plain tensor" if entry.layout is None else "a sharded tensor"
-                reason = f"rank {rank}: {kind} of {entry.shape} {entry.dtype}, before: {first.shape} {first.dtype}"
-                hint = "shape, dtype and kind of a tensor are the same on every rank"
-                problems.append(Problem("ranks-disagree", f"{side} {name}", found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "ranks-disagree",
+                        f"{side} {name}",
+                        found=f"rank {rank}: {kind} of {entry.shape} {entry.dtype}, "
+                        f"before: {first.shape} {first.dtype}",
+                        hint="shape, dtype and kind of a tensor are the same on every rank",
+                    )
+                )
                 break
         else:
             joined = _joined_layout(by_rank)
             layout = alike.setdefault(joined, joined)
             if layout is None and side == "out":
-                reason = f"the layouts {', '.join(sorted({repr(entry.layout) for entry in by_rank.values()}))}"
-                hint = "give one layout for all ranks in dst_layouts"
-                problems.append(Problem("ranks-disagree", f"out {name}", found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "ranks-disagree",
+                        f"out {name}",
+                        found=f"the layouts {', '.join(sorted({repr(entry.layout) for entry in by_rank.values()}))}",
+                        hint="give one layout for all ranks in dst_layouts",
+                    )
+                )
             tied = {entry.tied_to for entry in by_rank.values() if entry.tied_to}
             merged[name] = first._replace(layout=layout or first.layout, tied_to=tied.pop() if len(tied) == 1 else name)
     return dict(sorted(merged.items()))
@@ -754,28 +837,32 @@ def _route(name: str, shape: Index, part: Part) -> Route:
     reason, zero = f"{part!r} for a tensor of shape {shape}", (0,) * len(shape)
     order = tuple(range(len(shape))) if part.dims is None else tuple(part.dims)
     if sorted(order) != list(range(len(shape))):
-        raise PlanError(Problem("invalid-argument", name, found=reason, hint="dims names each dim of the source once"))
+        raise refusal("invalid-argument", name, found=reason, hint="dims names each dim of the source once")
     start, source_start, sizes = list(zero), list(zero), list(shape)
     if shape:
         if not -len(shape) <= part.dim < len(shape):
-            raise PlanError(Problem("dim-out-of-range", name, part.dim, found=reason, hint="correct key_map"))
+            raise refusal("dim-out-of-range", name, part.dim, found=reason, hint="correct key_map")
         dim = part.dim % len(shape)
         start[dim], source_start[dim] = part.start, part.source_start
         sizes[dim] = shape[dim] - part.source_start if part.size is None else part.size
         if min(sizes[dim], part.start, part.source_start) < 0 or part.source_start + sizes[dim] > shape[dim]:
-            raise PlanError(Problem("box-out-of-range", name, dim, found=reason, hint="correct key_map"))
+            raise refusal("box-out-of-range", name, dim, found=reason, hint="correct key_map")
     if part.unstack is not None:
         if part.stack is not None or part.dims is not None or (shape and dim == 0 and sizes[0] != shape[0]):
-            hint = "unstack takes the source's first dim: leave out stack, dims, and a window of dim 0"
-            raise PlanError(Problem("conflicting-arguments", name, found=reason, hint=hint))
+            raise refusal(
+                "conflicting-arguments",
+                name,
+                found=reason,
+                hint="unstack takes the source's first dim: leave out stack, dims, and a window of dim 0",
+            )
         if not shape or not 0 <= part.unstack < shape[0] or (dim == 0 and part.start):
-            raise PlanError(Problem("box-out-of-range", name, 0, found=reason, hint="correct key_map"))
+            raise refusal("box-out-of-range", name, 0, found=reason, hint="correct key_map")
         source_start[0], sizes[0] = part.unstack, 1
         ends = tuple(map(add, start[1:], sizes[1:]))
         return Route(name, part.name, tuple(source_start), tuple(start[1:]), tuple(sizes), None, part.fill, ends, True)
     dims: Dims = order if part.stack is None else (None, *order)
     if part.stack is not None and part.stack < 0:
-        raise PlanError(Problem("box-out-of-range", name, found=reason, hint="stack is counted from 0"))
+        raise refusal("box-out-of-range", name, found=reason, hint="stack is counted from 0")
     begin = tuple(part.stack or 0 if dim is None else start[dim] for dim in dims)
     extent = tuple(1 if dim is None else sizes[dim] for dim in dims)
     turned = None if dims == tuple(range(len(shape))) else dims
@@ -789,8 +876,9 @@ def _least_shape(
     """Return the smallest shape that contains all windows of a destination, and their dtype."""
     dtypes = {sources[route.source].dtype for route in routes}
     if len(dtypes) > 1:
-        hint = "parts of one tensor have one dtype"
-        problems.append(Problem("ranks-disagree", name, found=", ".join(sorted(dtypes)), hint=hint))
+        problems.append(
+            Problem("ranks-disagree", name, found=", ".join(sorted(dtypes)), hint="parts of one tensor have one dtype")
+        )
     if len({len(route.stop) for route in routes}) > 1:
         reason = ", ".join(f"{route.source} {route.shape}" for route in routes)
         hint = "parts of one tensor have its number of dims"
@@ -814,11 +902,15 @@ def _fill(
             hint = "pass a destination of that shape, or a Part of the source in key_map"
             if len(route.stop) == len(layout.shape) + 1 and route.shape[0] == 1:
                 hint = f"for one index of the first dim write Part(..., unstack={route.source_start[0]})"
-            raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
+            raise refusal("shape-mismatch", name, found=reason, hint=hint)
     values = sorted({route.fill for route in routes if route.fill is not None})
     if len(values) > 1:
-        reason, hint = f"fill of {', '.join(map(str, values))}", "give one value for a destination"
-        raise PlanError(Problem("conflicting-arguments", name, found=reason, hint=hint))
+        raise refusal(
+            "conflicting-arguments",
+            name,
+            found=f"fill of {', '.join(map(str, values))}",
+            hint="give one value for a destination",
+        )
     hint = "send the rest too, give Part(..., fill=) its value, or pass an out= that has values, and strict=False"
     spans = [(route.source, (route.start, route.stop)) for route in routes if 0 not in route.shape]
     problems = tiling_problems(layout.shape, spans, name, hint, "source")

@@ -5,28 +5,29 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
-from shard_reshard._shared.problems import PlanError, Problem, raise_problems
+from shard_reshard._shared.problems import Problem, raise_problems, refusal
 from shard_reshard._torch_compat import declared_layouts, is_fake, outside_of_graphs, unregister_group
 from shard_reshard.execution.checks import Match, TensorGuards, not_transformed, record_guards
-from shard_reshard.execution.mover import NotPicklable, memo, remember
-from shard_reshard.group import assert_consistent, check_mode, group_info, raise_on_all_ranks
+from shard_reshard.execution.mover import NotPicklable, schedules
+from shard_reshard.group import assert_consistent, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_value
 from shard_reshard.state_dict.agreement import (
     KEPT_CALL,
     NEW_RESHARDER,
     ONE_SHOT,
-    Agreed,
     NestedTensors,
+    PlanConsensus,
     Question,
-    agreed_plan,
     collect_metadata,
     device_of,
     local_tensors,
@@ -35,13 +36,13 @@ from shard_reshard.state_dict.agreement import (
 from shard_reshard.state_dict.outputs import (
     Bucket,
     LocalTargets,
-    MovedStateDict,
     ReceiveBuffers,
     move_buckets,
     write_outputs,
 )
 from shard_reshard.state_dict.pairs import Pair, as_pairs
-from shard_reshard.state_dict.plan import DstLayouts, KeyRule, kept_layouts
+from shard_reshard.state_dict.plan import DstLayouts, KeyRule, StateDictPlan, kept_layouts
+from shard_reshard.state_dict.work import PreparedState, StateDictWork
 
 
 @outside_of_graphs
@@ -60,7 +61,9 @@ def reshard_state_dict(
     check: str = "first",
     casts: str = "exact",
     pairs: Pair | Sequence[Pair] = (),
-) -> MovedStateDict:
+    async_op: bool = False,
+    in_flight: int = 2,
+) -> Any:
     """Move all tensors of a state dict to other layouts, ranks, names or dtypes.
 
     Every rank of ``group`` calls it. A rank outside of the source passes an empty mapping.
@@ -88,9 +91,11 @@ def reshard_state_dict(
         casts: "exact" refuses casts into ``out`` that lose a scale (float8 or int8 with a scale beside it, to floats)
             or most values (floats to integers, bools or float8). "values" casts the numbers as they are.
         pairs: Quantised weights and their scales, see `Pair`.
+        async_op: Return a `StateDictWork`, whose buckets are waited for one by one. Problems are raised by this call.
+        in_flight: With ``async_op``, how many buckets are posted ahead of the one that the caller waits for.
 
     Returns:
-        The tensors of this rank by destination name, with ``.plan``.
+        A `MovedStateDict`: the tensors of this rank by destination name, with ``.plan``. Or a `StateDictWork`.
 
     Raises:
         PlanError: With the problems of all tensors of all ranks, on every rank, before any transfer.
@@ -99,6 +104,7 @@ def reshard_state_dict(
     not_transformed("reshard_state_dict")
     members = group_info(group)
     try:
+        ahead = _buckets_ahead(in_flight) if async_op else None
         shapes, key_map = _snapshot(shapes) if shapes else {}, _snapshot(key_map) if key_map else {}
         pairs = as_pairs(pairs) if pairs else ()
         options: Any = {"bucket_bytes": bucket_bytes, "strict": strict, "check": check, "casts": casts, "pairs": pairs}
@@ -107,28 +113,32 @@ def reshard_state_dict(
         tensors, targets = tensors_of(state_dict), tensors_of(out)
         if isinstance(tensors, NestedTensors):
             asked = *asked, repr(tensors.beside), tensors.paths
-        # What an earlier call with the same arguments, metadata and ties has found out.
-        recent: tuple[StateDictResharder, PreparedState] | None = None
-        earlier = memo.get(members.group, {}).get("state dict", {}).values()
-        for resharder in reversed(list(earlier)) if replays else []:
-            if recent is None and resharder._asked == asked and resharder._guards is not None:
+        # What an earlier call with the same arguments, metadata and ties has prepared.
+        recent: tuple[StateDictCalls, PreparedState] | None = None
+        for earlier, calls in reversed(list(schedules.of(members.group, "state dict").values())) if replays else ():
+            if recent is None and earlier == asked and calls.guards is not None:
                 with torch.no_grad():  # as when the guards were recorded
-                    compared = resharder._matched(tensors, targets)
+                    compared = calls.matched(tensors, targets)
                 if compared[2] is not Match.NONE:
-                    recent = resharder, resharder._prepare(tensors, targets, atomic, compared)
+                    recent = calls, calls.prepare(tensors, targets, atomic, compared)
+        if recent is None:
+            layouts, keys = kept_layouts(dst_layouts), key_map
+            serial = next(_SERIALS) if callable(layouts) or callable(keys) else 0
+            question = Question(layouts, keys, serial=serial, **options)
+            facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, members, question.pairs)
+            consensus = PlanConsensus(members, question, facts, question.digest(facts))
     except Exception as error:
         raise_on_all_ranks(members, error)
     if recent is not None:
-        resharder, call = recent
-        return resharder._move(resharder._agree(call, ONE_SHOT)[0])
-    given: Any = {"src_layouts": src_layouts, "shapes": shapes, "out": out, "key_map": key_map, "group": group}
-    resharder = _OneShot(state_dict, dst_layouts, **given, **options)
-    call = resharder._prepare(tensors, targets, atomic)
-    assert_consistent(members, "a state dict", [f"tensors of plan {resharder.plan.digest}"], call.problems)
-    result = resharder._move(call)
-    if replays and resharder._guards is not None:
-        resharder._asked = asked
-        remember(members.group, "state dict", object(), resharder)
+        calls, call, _ = agreed_call(*recent, ONE_SHOT)
+    else:
+        consensus.agree(tensors, ONE_SHOT)
+        calls = StateDictCalls(consensus)
+        call = calls.prepare(tensors, targets, atomic)
+        assert_consistent(members, "a state dict", calls.lines, call.problems)
+    result = calls.move(call, ahead)
+    if replays and calls.guards is not None and (recent is None or recent[0] is not calls):
+        schedules.put(members.group, "state dict", object(), (asked, calls))
     return result
 
 
@@ -144,13 +154,9 @@ class StateDictResharder(NotPicklable):
     call, if that is shorter, and everything if some rank missed or did not finish the previous call. Both ends keep a
     copy of the exchanged bytes.
 
-    Attributes:
-        plan: The plan of all calls.
     """
 
     _instead = "make another one, on every rank of the group"
-    _keeps = True  # buffers and views between calls
-    _asked: object = None  # arguments of a one-shot call
 
     def __init__(
         self,
@@ -169,37 +175,38 @@ class StateDictResharder(NotPicklable):
         casts: str = "exact",
         pairs: Pair | Sequence[Pair] = (),
     ) -> None:
-        self._members = group_info(group)
+        members = group_info(group)
         try:
-            self._check = check_mode(check)
             tensors, targets = tensors_of(state_dict), tensors_of(out)
-            self._changed_only, self._token = changed_only, os.urandom(16)  # no other rank's: all is sent at first
-            if isinstance(tensors, NestedTensors) and tensors.beside and self._keeps:
-                hint = "such values change between calls: use reshard_state_dict, or pass the tensors alone"
-                raise PlanError(Problem("wrong-type", next(iter(tensors.beside)), found="no tensor", hint=hint))
-            pairs = as_pairs(pairs) if pairs else ()
-            facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members, pairs)
+            if isinstance(tensors, NestedTensors) and tensors.beside:
+                raise refusal(
+                    "wrong-type",
+                    next(iter(tensors.beside)),
+                    found="no tensor",
+                    hint="such values change between calls: use reshard_state_dict, or pass the tensors alone",
+                )
             layouts, keys = kept_layouts(dst_layouts), _snapshot(key_map) if key_map else {}
-            serial = next(_SERIALS) if self._keeps or callable(layouts) or callable(keys) else 0
-            options: Any = {"serial": serial, "casts": casts, "pairs": pairs}
-            self._question = Question(layouts, keys, bucket_bytes, strict, check, changed_only, **options)
-            self._digest = self._question.digest(facts)
+            options: Any = {"serial": next(_SERIALS), "casts": casts, "pairs": as_pairs(pairs) if pairs else ()}
+            question = Question(layouts, keys, bucket_bytes, strict, check, changed_only, **options)
+            facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, members, question.pairs)
+            consensus = PlanConsensus(members, question, facts, question.digest(facts))
         except Exception as error:
-            raise_on_all_ranks(self._members, error)
-        self._facts = facts
-        call = NEW_RESHARDER if self._keeps else ONE_SHOT
-        self._follow(agreed_plan(self._members, self._question, facts, self._digest, tensors, call))
-
-    def _follow(self, agreed: Agreed) -> None:
-        """Work out, once for all calls, what this rank does in a plan."""
-        self._agreed, self.plan = agreed, agreed.plan
-        options: Any = {"check": self._check, "keep": self._keeps, "changed_only": self._changed_only}
-        options |= {"known": self._facts.sources}
-        self._here = LocalTargets(self._members, self.plan, self._question.dst_layouts, **options)
+            raise_on_all_ranks(members, error)
+        consensus.agree(tensors, NEW_RESHARDER)
+        self._calls = StateDictCalls(consensus, kept=True)
         self._compared = False  # all ranks have compared their tensors with the plan
-        self._guards: TensorGuards | None = None  # on the local tensors of the last call
-        self._seen: tuple[Any, ...] = ()  # its names, declared layouts and ``atomic``
-        self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
+        self._token = os.urandom(16)  # no other rank's: with ``changed_only`` all is sent at first
+        self._work: weakref.ref[StateDictWork] | None = None  # of the last asynchronous call
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of all calls."""
+        return self._calls.consensus.members.group
+
+    @property
+    def plan(self) -> StateDictPlan:
+        """The plan of the last call, or of the first one to come."""
+        return self._calls.plan
 
     @outside_of_graphs
     def __call__(
@@ -208,64 +215,97 @@ class StateDictResharder(NotPicklable):
         *,
         out: torch.nn.Module | Mapping[str, Any] | None = None,
         atomic: bool = True,
-    ) -> MovedStateDict:
-        """Move tensors of the resharder's names, shapes, dtypes and layouts."""
+        async_op: bool = False,
+        in_flight: int = 2,
+    ) -> Any:
+        """Move tensors of the resharder's names, shapes, dtypes and layouts.
+
+        ``async_op`` and ``in_flight`` as in `reshard_state_dict`. The next call is refused until every bucket of a
+        `StateDictWork` was waited for: both would use the kept buffers. With ``changed_only`` a bucket is exchanged
+        when it is posted, and its wait only unpacks it.
+        """
         not_transformed("StateDictResharder")
         problems: Sequence[Problem] = ()
         tensors: Mapping[str, Any] = {}
         targets: Mapping[str, Any] = {}
+        ahead: int | None = None
         try:
             tensors, targets = tensors_of(state_dict), tensors_of(out)
+            ahead = _buckets_ahead(in_flight) if async_op else None
+            if (work := None if self._work is None else self._work()) is not None and not work.is_completed():
+                raise refusal(
+                    "conflicting-arguments",
+                    "StateDictResharder",
+                    found="a call in flight",
+                    hint="wait() for its handle first, or make a second StateDictResharder",
+                )
         except Exception as error:
             problems = problems_of(error)
-        call = self._prepare(tensors, targets, atomic, problems=problems)
-        if is_fake(()) or (not self._changed_only and self._check == "first"):
+        calls, question = self._calls, self._calls.consensus.question
+        call = calls.prepare(tensors, targets, atomic, problems=problems)
+        done: Callable[[], None] | None = None
+        if is_fake(()) or (not question.changed_only and question.check == "first"):
             if self._compared:  # after a checked first call the problems of this rank alone
                 raise_problems(call.problems)
             else:
-                assert_consistent(self._members, "a state dict", [f"tensors of plan {self.plan.digest}"], call.problems)
-                self._compared = self._check == "first" and not is_fake(())
-            return self._move(call)
-        if not self._changed_only:
-            return self._move(self._agree(call, KEPT_CALL)[0])
-        # Ranks that ended the call before have one token; one that fails here has a token that no other has.
-        token, self._token = self._token, os.urandom(16)
-        call, tokens = self._agree(call, KEPT_CALL, token)
-        for mover in self._here.movers:
-            assert mover.changes is not None
-            mover.changes.begin(full=len(set(tokens)) > 1)
-        result = self._move(call)
-        self._token = hashlib.sha256(b"".join(tokens)).digest()[:16]
+                assert_consistent(calls.consensus.members, "a state dict", calls.lines, call.problems)
+                self._compared = question.check == "first" and not is_fake(())
+        elif not question.changed_only:
+            self._calls, call, _ = agreed_call(calls, call, KEPT_CALL)
+        else:
+            # Ranks that ended the call before have one token; one that fails here has a token that no other has.
+            token, self._token = self._token, os.urandom(16)
+            self._calls, call, tokens = agreed_call(calls, call, KEPT_CALL, token)
+            for mover in self._calls.here.movers:
+                assert mover.changes is not None
+                mover.changes.begin(full=len(set(tokens)) > 1)
+            ended = hashlib.sha256(b"".join(tokens)).digest()[:16]
+            done = partial(setattr, self, "_token", ended)
+        result = self._calls.move(call, ahead, done)
+        self._work = weakref.ref(result) if ahead is not None else None
         return result
 
-    def _agree(self, call: PreparedState, kind: int, token: bytes = b"") -> tuple[PreparedState, tuple[bytes, ...]]:
-        """Compare a call with those of all ranks. Return it, prepared for the plan of all, and their tokens."""
-        known = self._members, self._question, self._facts, self._digest
-        options: Any = {"problems": call.problems, "prepared": self._agreed, "token": token}
-        agreed = agreed_plan(*known, call.tensors, kind, **options)
-        if agreed.plan is not self.plan:  # other ranks have other tensors now
-            self._follow(agreed)
-            call = self._prepare(call.tensors, call.targets, call.atomic)
-        self._agreed = agreed
-        if not agreed.prepared:
-            assert_consistent(self._members, "a state dict", [f"tensors of plan {self.plan.digest}"], call.problems)
-        return call, agreed.tokens
 
-    def _matched(
+class StateDictCalls:
+    """Calls by one plan on this rank: compared with the last one, prepared and moved.
+
+    Args:
+        consensus: The plan of all ranks.
+        kept: True for movers, buffers and views of their own, kept between calls; one-shot calls of several callers
+            share movers, and keep no buffers.
+    """
+
+    def __init__(self, consensus: PlanConsensus, kept: bool = False) -> None:
+        assert consensus.plan is not None
+        self.consensus, self.plan, self.kept = consensus, consensus.plan, kept
+        question = consensus.question
+        self.lines = [f"tensors of plan {self.plan.digest}"]  # compared between ranks
+        options: Any = {"check": question.check, "keep": kept, "changed_only": question.changed_only}
+        options |= {"known": consensus.facts.sources}
+        self.here = LocalTargets(consensus.members, self.plan, question.dst_layouts, **options)
+        self.guards: TensorGuards | None = None  # on the local tensors of the last call
+        self._seen: tuple[Any, ...] = ()  # its names, declared layouts and ``atomic``
+        self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
+
+    def matched(
         self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
     ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]:
         """Return both sides' local tensors, and the match with the last call's guards."""
         sources, outs = local_tensors(tensors), local_tensors(targets)
         for name in tensors.keys() - sources.keys():
-            reason = f"a {type(tensors[name]).__qualname__}"
-            raise PlanError(Problem("wrong-type", name, found=reason, hint="leave it out of the state dict"))
+            raise refusal(
+                "wrong-type",
+                name,
+                found=f"a {type(tensors[name]).__qualname__}",
+                hint="leave it out of the state dict",
+            )
         match, names = Match.NONE, (list(tensors), list(targets))
         layouts = declared_layouts([*tensors.values(), *targets.values()])
-        if self._guards is not None and self._seen[:2] == (names, layouts):
-            match = self._guards.match([*sources.values(), *outs.values()])
+        if self.guards is not None and self._seen[:2] == (names, layouts):
+            match = self.guards.match([*sources.values(), *outs.values()])
         return sources, outs, match
 
-    def _prepare(
+    def prepare(
         self,
         tensors: Mapping[str, Any],
         targets: Mapping[str, Any],
@@ -274,21 +314,21 @@ class StateDictResharder(NotPicklable):
         problems: Sequence[Problem] = (),
     ) -> PreparedState:
         """Return a call's tensors on this rank, with all its problems; no communication."""
-        here, all_problems = self._here, list(problems)
+        here, all_problems = self.here, list(problems)
         sources: Mapping[str, torch.Tensor] = {}
         outs: Mapping[str, torch.Tensor] = {}
         match, calls = Match.NONE, list[Bucket]()
         arriving: ReceiveBuffers | None = None
         with torch.no_grad():
             try:
-                sources, outs, match = compared or self._matched(tensors, targets)
-                if self._guards is None or self._seen[-1] is not atomic:
+                sources, outs, match = compared or self.matched(tensors, targets)
+                if self.guards is None or self._seen[-1] is not atomic:
                     match = Match.NONE
                 again = self._again if match is Match.MEMORY and not atomic else None
                 if again:
                     arriving, calls = again
                 else:
-                    device = device_of(sources, outs, self._members)
+                    device = device_of(sources, outs, self.consensus.members)
                     arriving = ReceiveBuffers(here, None if atomic else outs, device)
                     calls = [
                         (
@@ -304,32 +344,52 @@ class StateDictResharder(NotPicklable):
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
                     all_problems += here.source_problems(sources, tensors, written, match is Match.METADATA)
-                    all_problems += here.out_problems(targets, outs, sources, atomic, self._question.strict)
+                    all_problems += here.out_problems(targets, outs, sources, atomic, self.consensus.question.strict)
                     self._again = None
             except Exception as error:
                 all_problems += problems_of(error)
         return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems)
 
-    def _move(self, call: PreparedState) -> MovedStateDict:
-        """Move the tensors of a call without problems."""
-        here, arriving = self._here, call.arriving
+    def move(self, call: PreparedState, ahead: int | None, done: Callable[[], None] | None = None) -> Any:
+        """Move the tensors of a call without problems; ``done`` is called after the last exchange.
+
+        With a number of buckets ``ahead`` these are posted, and the result is a handle.
+        """
+        here, arriving = self.here, call.arriving
         assert arriving is not None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
                 guards = record_guards([*call.sources.values(), *call.outs.values()])
-                self._guards = guards if len(call.outs) == len(call.targets) else None
+                self.guards = guards if len(call.outs) == len(call.targets) else None
                 layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
                 self._seen = (list(call.tensors), list(call.targets)), layouts, call.atomic
-                keeps = self._guards is not None and self._keeps and arriving.all_in_place
+                keeps = self.guards is not None and self.kept and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             if self.plan.fills:
                 arriving.fill(self.plan.fills, call.outs)
-            unchanged = call.match is Match.MEMORY
-            move_buckets(here, call.buckets, arriving.fresh, unchanged)
+            if ahead is not None:
+                return StateDictWork(here, call, ahead, done)
+            move_buckets(here, call.buckets, arriving.fresh, call.match is Match.MEMORY)
             result = write_outputs(here, arriving, call.targets, call.outs)
         result.update(self.plan.values)
         result.plan = self.plan
+        if done is not None:
+            done()
         return result
+
+
+def agreed_call(
+    calls: StateDictCalls, call: PreparedState, kind: int, token: bytes = b""
+) -> tuple[StateDictCalls, PreparedState, tuple[bytes, ...]]:
+    """Compare a call with those of all ranks. Return it, prepared for the plan of all, and the tokens of all."""
+    consensus = calls.consensus
+    plan, is_prepared, tokens = consensus.agree(call.tensors, kind, call.problems, token)
+    if plan is not calls.plan:  # other ranks have other tensors now
+        calls = StateDictCalls(consensus, calls.kept)
+        call = calls.prepare(call.tensors, call.targets, call.atomic)
+    if not is_prepared:
+        assert_consistent(calls.consensus.members, "a state dict", calls.lines, call.problems)
+    return calls, call, tokens
 
 
 class SyncEnd:
@@ -351,35 +411,17 @@ class SyncEnd:
         except RuntimeError as error:
             failure = str(error)
         if failure:
-            memo.pop(self.resharder._members.group, None)
-            unregister_group(self.resharder._members.group)
+            group = self.resharder.group
+            schedules.drop(group)
+            unregister_group(group)
+            del group
             self.resharder = None
             gc.collect()  # movers and their transposed ones hold each other, and the group
             raise RuntimeError(f"{failure}; this end has left the group, initialize it again")
 
 
-class _OneShot(StateDictResharder):
-    """A resharder without kept buffers: prepared calls must not be shared between callers."""
-
-    _keeps = False
-
-
 # Local tensors of both sides of a call, and their match with guards on the last one.
 Compared = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]
-
-
-class PreparedState(NamedTuple):
-    """A call on this rank: its tensors, as given and locally, and its receive buffers."""
-
-    tensors: Mapping[str, Any]
-    targets: Mapping[str, Any]
-    sources: Mapping[str, torch.Tensor]
-    outs: Mapping[str, torch.Tensor]
-    match: Match
-    atomic: bool
-    arriving: ReceiveBuffers | None
-    buckets: list[Bucket]
-    problems: list[Problem]
 
 
 # ---- one-shot calls -------------------------------------------------------------------------------------------
@@ -395,6 +437,18 @@ def _snapshot(given: Any) -> Any:
         if callable(given)
         else {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     )
+
+
+def _buckets_ahead(in_flight: Any) -> int:
+    """Return the number of buckets to post ahead of the caller."""
+    if not isinstance(in_flight, int) or in_flight < 0:
+        raise refusal(
+            "invalid-argument",
+            "in_flight",
+            found=repr(in_flight),
+            hint="0 or more buckets; 2 overlaps one exchange with the work on the bucket before it",
+        )
+    return in_flight
 
 
 def _as_values(layouts: Any) -> Any:
