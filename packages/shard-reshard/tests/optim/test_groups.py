@@ -117,6 +117,16 @@ def test_closures_hooks_and_copies(ranks: Ranks) -> None:
         one.step()
         assert twin.compared() > 0
     assert calls == ["before", "after"] * 5
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("state"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": 3})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(str(state["note"])))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls[10:] == ["state", "3", "loaded"]
+    assert optimizer.state  # else torch's get_optimizer_state_dict would take a step on zeros
+    shared = twin.named["w"].detach()
+    with pytest.raises(PlanError, match=r"tied-weights\] w: the memory of u"):
+        WholeMatrices({"w": torch.nn.Parameter(shared), "u": torch.nn.Parameter(shared)}, _adamw)
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="WholeMatrices belongs to a process group"):
             attempt(optimizer)

@@ -11,7 +11,6 @@ from torch import nn
 
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard._shared.sharding_info import ATTRIBUTE, sharding_info_of
-from shard_reshard.execution.checks import local_problems
 from shard_reshard.execution.mover import Finish, Mover
 from shard_reshard.group import GroupInfo
 from shard_reshard.layout.boxes import BoxShardMap
@@ -200,15 +199,6 @@ class Leg:
             for tensor in (targets[move.target],)
         ]
         return mover.start(flat, outs, True)[1]
-
-    def problems(self, sources: Mapping[str, torch.Tensor]) -> list[Problem]:
-        """Return the differences between local sources and the plan: shape, dtype, missing memory."""
-        problems: list[Problem] = []
-        for move in self.plan.moves:
-            if move.source in sources and move.plan.src.local_shapes(self.members.rank):
-                own = local_problems(move.plan, self.members.rank, [move.view(sources[move.source])])
-                problems += [p.named(move.source) for p in own]
-        return list(dict.fromkeys(problems))
 
 
 class Exchange:

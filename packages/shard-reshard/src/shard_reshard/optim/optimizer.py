@@ -189,7 +189,7 @@ class WholeMatrices(NotPicklable, Optimizer):
             param_group: ``{"params": [(name, parameter), ...], "lr": 0.01}``.
         """
         if not self._engine.blocks:  # torch's constructor calls this
-            super().add_param_group(param_group)
+            self._add(param_group)
             return
         try:
             groups, _ = groups_of([param_group])
@@ -203,8 +203,13 @@ class WholeMatrices(NotPicklable, Optimizer):
             raise_on_all_ranks(self._engine.members, error)
         block = self._block(groups, True, whole=False)
         for group in block.outer:
-            super().add_param_group(group)
+            self._add(group)
         self._engine.blocks.append(block)
+
+    def _add(self, group: dict[str, Any]) -> None:
+        super().add_param_group(group)
+        # get_optimizer_state_dict of DCP takes an optimizer without entries for a new one, and would step it on zeros.
+        self.state.update({parameter: {} for parameter in group["params"]})
 
     def state_dict(self, *, allocate: bool = False) -> dict[str, Any]:
         """Return this rank's part of the state by names: that of the matrices that it owns, in full.
@@ -219,7 +224,13 @@ class WholeMatrices(NotPicklable, Optimizer):
         Returns:
             ``{"state": {matrix: {key: value}}, "param_groups": [...], "steps": n, "stepped": [matrices]}``.
         """
-        return state_of(self._engine, self.param_groups, allocate)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = state_of(self._engine, self.param_groups, allocate)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of any number of ranks; a collective.
@@ -230,4 +241,10 @@ class WholeMatrices(NotPicklable, Optimizer):
         Raises:
             PlanError: On all ranks, if no rank has the state of a matrix that was updated before, or other groups.
         """
-        load_state(self._engine, self.param_groups, state_dict)
+        given: dict[str, Any] = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, given)
+            given = given if changed is None else changed
+        load_state(self._engine, self.param_groups, given)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)

@@ -42,6 +42,7 @@ def state_of(engine: Engine, param_groups: Sequence[Mapping[str, Any]], allocate
             if allocate:
                 entries = _allocated_in_shards(block) | entries
             state |= _with_layouts(block, entries)
+            stepped += [name for name in block.rest if name in entries]
         stepped += [m.name for m in block.owners.matrices if m.name in block.stepped]
     names = engine.names
     groups = [
@@ -183,8 +184,7 @@ def _parsed(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dict: 
         listed = [[name_of[number] for number in group["params"]] for group in groups]
         by_parameter = {name_of[number]: dict(entry) for number, entry in state_dict["state"].items()}
         state = {name: entry for block in engine.blocks for name, entry in _split(block, by_parameter)}
-        matrices = {matrix.name for block in engine.blocks for matrix in block.owners.matrices}
-        stepped = [name for name in state if name in matrices]
+        stepped = list(state)
     if [sorted(group) for group in listed] != [sorted(group) for group in own]:
         found = (
             f"groups of {[len(group) for group in listed]} parameters, this optimizer's are of {list(map(len, own))}"
@@ -226,9 +226,15 @@ def _compare(everyone: Sequence[tuple[Any, ...]], stepped: Sequence[str], engine
             problems.append(Problem("ranks-disagree", "state_dict", found=found, hint=hint))
     held = {name for other in everyone for name in other[0]}
     matrices = {matrix.name for block in engine.blocks for matrix in block.owners.matrices}
+    rest = {name for block in engine.blocks for name in block.rest}
     hint = "pass every rank's part, or load into state_dict(allocate=True) by torch.distributed.checkpoint"
     for name in stepped:
-        if name not in matrices:
+        if name in rest:
+            lacking = [rank for rank, other in enumerate(everyone) if name not in other[0]]
+            if lacking:
+                found = f"rank {lacking[0]} does not pass the state of its shard"
+                problems.append(Problem("missing-source", name, found=found, hint=hint))
+        elif name not in matrices:
             text = "this optimizer has no such matrix"
             problems.append(Problem("unknown-name", name, found=text, hint="pass the same parameters and together="))
         elif name not in held:
@@ -247,7 +253,7 @@ def _moved(
     places: dict[str, tuple[str, str]] = {}
     layouts: tuple[dict[str, str], dict[str, str]] = {}, {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in stepped:
+    for name in (name for name in stepped if name in owner):
         holder = owner[name]
         if name not in everyone[holder]:
             holder = next(rank for rank, content in enumerate(everyone) if name in content)

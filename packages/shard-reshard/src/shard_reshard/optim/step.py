@@ -114,7 +114,13 @@ def _agreed_gradients(engine: Engine, scaling: Scaling) -> tuple[list[Gradients]
 
 def _plain(group: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return a group's hyperparameters as text. Tensors are left out: reading them would wait for a GPU."""
-    return [(key, repr(value)) for key, value in group.items() if key != "params" and not torch.is_tensor(value)]
+    return [(key, _text(value)) for key, value in group.items() if key != "params" and not torch.is_tensor(value)]
+
+
+def _text(value: object) -> str:
+    """Return a value as text that is equal on ranks; that of a function or another object has its address."""
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
 
 
 def _digest(value: object) -> bytes:
