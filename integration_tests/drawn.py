@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import tp_styles
-import tp_styles.hf.register  # importing it makes transformers' from_pretrained shard with our forwards
+import tp_styles.sources.transformers  # importing it makes transformers' from_pretrained shard with our forwards
 import transformers
 from ranktest import Ranks
 from shard_reshard import reshard_state_dict

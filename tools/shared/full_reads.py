@@ -18,34 +18,36 @@ from torch import nn
 Names = dict[Callable[..., Any], str]
 
 
-def _named(names: str, *places: Any) -> Names:
+def named(names: str, *places: Any) -> Names:
+    """Return the functions of these names in any of the places, with their names."""
     return {getattr(place, name): name for name in names.split() for place in places if hasattr(place, name)}
 
 
 REDUCTIONS = (
-    _named("sum nansum mean nanmean std var std_mean var_mean prod norm", torch, torch.Tensor)
-    | _named("max min amax amin aminmax argmax argmin median nanmedian mode", torch, torch.Tensor)
-    | _named("quantile nanquantile kthvalue topk sort argsort msort unique", torch, torch.Tensor)
-    | _named("logsumexp softmax log_softmax softmin normalize", torch, torch.Tensor, F)
-    | _named("cumsum cumprod cummax cummin logcumsumexp count_nonzero all any", torch, torch.Tensor)
-    | _named("unique_consecutive renorm flip roll", torch, torch.Tensor)
-    | _named("vector_norm", torch.linalg)
+    named("sum nansum mean nanmean std var std_mean var_mean prod norm", torch, torch.Tensor)
+    | named("max min amax amin aminmax argmax argmin median nanmedian mode", torch, torch.Tensor)
+    | named("quantile nanquantile kthvalue topk sort argsort msort unique", torch, torch.Tensor)
+    | named("logsumexp softmax log_softmax softmin normalize", torch, torch.Tensor, F)
+    | named("cumsum cumprod cummax cummin logcumsumexp count_nonzero all any", torch, torch.Tensor)
+    | named("unique_consecutive flip roll", torch, torch.Tensor)
+    | named("vector_norm", torch.linalg)
 )
 """Function -> name; right if they name dims, and not the sharded one."""
 
 FULL_READS = (
-    _named(" ".join(name for name, value in vars(torch.linalg).items() if inspect.isbuiltin(value)), torch.linalg)
+    named(" ".join(name for name, value in vars(torch.linalg).items() if inspect.isbuiltin(value)), torch.linalg)
     | REDUCTIONS
-    | _named("svd qr det logdet slogdet inverse pinverse matrix_power", torch, torch.Tensor)
-    | _named("matrix_exp trace histc cosine_similarity", torch, torch.Tensor, F)
-    | _named("uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_", torch.Tensor)
+    | named("svd qr det logdet slogdet inverse pinverse matrix_power renorm", torch, torch.Tensor)
+    | named("matrix_exp trace histc cosine_similarity", torch, torch.Tensor, F)
+    | named("uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_", torch.Tensor)
     # Functions of `nn.init` with overrides of their own; others but `orthogonal_` end in one of these.
-    | _named("uniform_ normal_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_", nn.init)
+    | named("uniform_ normal_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_", nn.init)
     | {torch.eye: "eye", torch.Tensor.__setitem__: "a write by index"}
+    | named("_foreach_norm _foreach_max", torch)  # of lists; `nn.utils.get_total_norm` ends there
 )
 """Function -> name of all that see a full weight."""
 
-THIRD = ("norm", "vector_norm", "normalize", "renorm", "quantile", "nanquantile", "kthvalue", "topk")
+THIRD = ("norm", "vector_norm", "normalize", "quantile", "nanquantile", "kthvalue", "topk", "roll")
 """Reductions with `dim` as their third argument; the others have it as their second."""
 
 
@@ -66,7 +68,9 @@ def full_read(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         return ""  # of two tensors, element by element
     place = 2 if name in THIRD else 1
     default = 1 if name == "normalize" else None
-    dims = kwargs.get("dim", kwargs.get("axis", args[place] if place < len(args) else default))
+    given = args[place] if place < len(args) else default
+    given = args[1:] if name == "flip" and len(args) > 2 else given  # flip(0, 1)
+    dims = next((kwargs[key] for key in ("dim", "axis", "dims") if key in kwargs), given)
     dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
     if isinstance(dims, list | tuple) and dims and all(isinstance(d, int) and d % ndim != dim for d in dims):
         return ""

@@ -23,10 +23,8 @@ from .sharding_info import sharding_info_of
 Axis = tuple[int, ...]
 """A mesh axis as the global ranks of this rank's group: meshes that share an axis have the same tuple."""
 
-BRIDGE_TAGS = frozenset({"_dp_leaf", "_dp_replicated"})
-"""Attributes of the parameters of a module that tp-ddp-bridge has bridged; local shards of others have none."""
-
-BRIDGED_ROOT = "_dp_replicated_on"  # an attribute of the module itself
+BRIDGED = "_bridge"
+"""Attribute of a module that tp-ddp-bridge has bridged, and of its parameters; local shards of others have none."""
 
 
 def clip_grad_norm_(
@@ -180,7 +178,7 @@ def _check(parameters: list[torch.Tensor], order: float) -> None:
     if not order > 0:
         hint = "orders above 0, and inf, can be combined"
         problems.append(Problem("invalid-argument", "norm_type", found=str(order), hint=hint))
-    is_bridged = any(not BRIDGE_TAGS.isdisjoint(parameter.__dict__) for parameter in parameters)
+    is_bridged = any(BRIDGED in parameter.__dict__ for parameter in parameters)
     for index, parameter in enumerate(parameters):
         if isinstance(parameter.grad, DTensor) and any(isinstance(p, Partial) for p in parameter.grad.placements):
             reason, hint = f"parameter {index}: {parameter.grad.placements}", "reduce it before clipping"

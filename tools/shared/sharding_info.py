@@ -7,7 +7,8 @@ Vocabulary of a sharded dim beyond a single ``Shard`` placement:
 
 * a **section** is a run of rows, sharded on its own (the q, k and v rows of one fused weight);
 * a **unit** is the number of rows that stay together (the rows of one head);
-* **copies** is the number of neighbouring ranks with the same shard (few key-value heads over many ranks).
+* **copies** is the number of neighbouring ranks with the same shard (few key-value heads over many ranks);
+* **first** is the rank that holds the first unit (all rows of expert 3 on rank 1: one unit, first 1).
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class Section(NamedTuple):
         size: Global length in rows.
         unit: Rows that stay together; divides ``size``.
         copies: Neighbouring ranks with the same shard.
+        first: Rank of the first unit; the ranks after it, and then those before it, hold the next ones.
     """
 
     size: int
     unit: int = 1
     copies: int = 1
+    first: int = 0
 
     def bounds(self, rank: int, num_ranks: int) -> tuple[int, int]:
         """Return start and end of a rank's shard within the section, chunked as ``torch.chunk``."""
@@ -40,7 +43,7 @@ class Section(NamedTuple):
             raise ValueError(f"{self}: copies does not divide {num_ranks} ranks")
         units, count = self.size // self.unit, num_ranks // self.copies  # of one copy of the section
         step = -(-units // count)  # rounded up, as in torch.chunk
-        start = min(rank // self.copies * step, units)
+        start = min((rank - self.first) % num_ranks // self.copies * step, units)
         return start * self.unit, min(start + step, units) * self.unit
 
 
@@ -63,8 +66,8 @@ class ShardingInfo(NamedTuple):
 
     @property
     def needs_sections(self) -> bool:
-        """True if placements alone would misdescribe the shard: it has several sections, or copies."""
-        return len(self.sections) > 1 or any(section.copies > 1 or section.unit > 1 for section in self.sections)
+        """True if placements alone would misdescribe the shard: it has several sections, units, or copies."""
+        return len(self.sections) > 1 or any(section != Section(section.size) for section in self.sections)
 
     def section_axis(self) -> tuple[int, int]:
         """Return the mesh axis and the tensor dim of the sections.

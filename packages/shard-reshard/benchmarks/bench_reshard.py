@@ -372,7 +372,7 @@ def _fused(state: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]
 
     for _ in range(3):
         call()
-    prepared: Any = resharder._here.movers[0].exchange.prepared
+    prepared: Any = resharder._calls.here.movers[0].workspace.prepared
     send, recv = prepared.sends[0], prepared.recvs[0]
 
     def floor() -> None:

@@ -52,9 +52,9 @@ def rows(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 class Fault:
-    """What one rank does at one call."""
+    """What one rank does at one call: drawn by a seed, except for what is ``chosen``."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **chosen: Any) -> None:
         rng = random.Random(seed)
         self.what = rng.choice(sorted(FAULTS))
         self.rank, self.call = rng.randrange(RANKS), rng.randrange(CALLS)
@@ -66,6 +66,7 @@ class Fault:
             {"async_op": True, "in_flight": rng.randrange(3)} if rng.random() < 0.4 else {}
         )
         self.bucket_bytes = rng.choice([4096, 64 * 2**20])
+        vars(self).update(chosen)
 
     def __str__(self) -> str:
         options = f"atomic={self.atomic}, bucket_bytes={self.bucket_bytes}, {self.call_options}"
@@ -195,11 +196,10 @@ def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, cac
     return "right"
 
 
-def _rank(rank: int, folder: str, seed: int, queue: Any) -> None:
+def _rank(rank: int, folder: str, fault: Fault, queue: Any) -> None:
     outcome = "dead"
     try:
         torch.set_num_threads(1)
-        fault = Fault(seed)
         _join(f"{folder}/first", rank, RANKS)
         dist.barrier()  # a rank that dies while others still connect is none of this package's
         out: dict[str, Any] = {name: _columns(v, rank, RANKS) * 0 for name, v in full_values(0).items()}
@@ -237,36 +237,40 @@ def _join(path: str, rank: int, size: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
 
 
-def check_faults(count: int, seed: int) -> Counter[str]:
-    """Run `count` worlds; the counts of their outcomes. Raises at the first wrong or hung one."""
+def check_fault(fault: Fault) -> dict[int, str]:
+    """Run one world, and return the outcome of each rank that lived. Raises if one is wrong or hung."""
     context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.SimpleQueue()
+        workers = [context.Process(target=_rank, args=(rank, folder, fault, queue)) for rank in range(RANKS)]
+        for worker in workers:
+            worker.start()
+        end = time.monotonic() + 8 * TIMEOUT
+        for worker in workers:
+            worker.join(max(0.1, end - time.monotonic()))
+        hung = [rank for rank, worker in enumerate(workers) if worker.is_alive()]
+        for worker in workers:
+            worker.kill()
+        outcomes: dict[int, str] = {}
+        while not queue.empty():
+            rank, outcome = queue.get()
+            outcomes[rank] = outcome
+    assert not hung, f"{fault}: ranks {hung} hang; {outcomes}"
+    wrong = {rank: outcome for rank, outcome in outcomes.items() if outcome.startswith("wrong")}
+    assert not wrong, f"{fault}: {wrong}"
+    if fault.what == "nothing" or fault.what == "turned":
+        assert set(outcomes.values()) == {"right"}, f"{fault}: false alarm {outcomes}"
+    if fault.how in ("kept", "changed") and fault.what not in ("dies", "dies at once", "stays away"):
+        assert len(set(outcomes.values())) == 1, f"{fault}: not all ranks raised: {outcomes}"
+    return outcomes
+
+
+def check_faults(count: int, seed: int) -> Counter[str]:
+    """Run `count` drawn worlds; the counts of their outcomes. Raises at the first wrong or hung one."""
     counts: Counter[str] = Counter()
     for number in range(seed, seed + count):
-        fault = Fault(number)
-        with tempfile.TemporaryDirectory() as folder:
-            queue = context.SimpleQueue()
-            workers = [context.Process(target=_rank, args=(rank, folder, number, queue)) for rank in range(RANKS)]
-            for worker in workers:
-                worker.start()
-            end = time.monotonic() + 8 * TIMEOUT
-            for worker in workers:
-                worker.join(max(0.1, end - time.monotonic()))
-            hung = [rank for rank, worker in enumerate(workers) if worker.is_alive()]
-            for worker in workers:
-                worker.kill()
-            outcomes: dict[int, str] = {}
-            while not queue.empty():
-                rank, outcome = queue.get()
-                outcomes[rank] = outcome
-        assert not hung, f"seed {number}, {fault}: ranks {hung} hang; {outcomes}"
-        wrong = {rank: outcome for rank, outcome in outcomes.items() if outcome.startswith("wrong")}
-        assert not wrong, f"seed {number}, {fault}: {wrong}"
-        if fault.what == "nothing" or fault.what == "turned":
-            assert set(outcomes.values()) == {"right"}, f"seed {number}, {fault}: false alarm {outcomes}"
-        if fault.how in ("kept", "changed") and fault.what not in ("dies", "dies at once", "stays away"):
-            assert len(set(outcomes.values())) == 1, f"seed {number}, {fault}: not all ranks raised: {outcomes}"
         counts["worlds"] += 1
-        counts[", ".join(sorted(set(outcomes.values())))] += 1
+        counts[", ".join(sorted(set(check_fault(Fault(number)).values())))] += 1
     return counts
 
 

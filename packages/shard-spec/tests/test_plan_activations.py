@@ -130,7 +130,7 @@ def peak_of(step: Callable[[], object]) -> int:
     assert profile.profiler is not None
     events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
     sizes = torch.tensor([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())])
-    assert len(sizes) > 50
+    assert len(sizes) > 20
     del result
     return int(sizes.cumsum(0).max())
 
@@ -267,3 +267,101 @@ def test_attention_inside_of_torchs_modules_is_counted_as_it_runs(weights: bool)
     model: nn.Module = nn.MultiheadAttention(32, 4, batch_first=True) if weights else layer
     inputs = (x, x, x) if weights else (x,)
     assert ShardingPlan({}, mesh={"dp": 1}).activations(model, inputs).local_bytes == saved_bytes(model, *inputs)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(16),
+    "instance norm": lambda: nn.InstanceNorm1d(16, affine=True),
+    "group norm": lambda: nn.GroupNorm(4, 16),
+    "layer norm": lambda: nn.LayerNorm(128),
+    "softmax": lambda: nn.Softmax(-1),
+    "log sigmoid": nn.LogSigmoid,
+    "gelu": nn.GELU,
+    "pool": lambda: nn.AvgPool1d(3, 1, 1),
+}
+
+
+class Transposed(nn.Module):
+    """A layer over a transposed input, between two linears."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(16, 16), layer, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between: torch.Tensor = self.layer(self.first(x).transpose(1, 2))
+        out: torch.Tensor = self.last(between.transpose(1, 2))
+        return out
+
+
+def peaks(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
+    """Predicted and recorded peak; oneDNN is off, since it copies operands of its own."""
+    estimate = ShardingPlan({}, mesh={"dp": 1}).activations(model, x, loss=lambda output, batch: output.sum())
+
+    def step() -> torch.Tensor:
+        output: torch.Tensor = model(x)
+        output.sum().backward()
+        return output
+
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        real = peak_of(step)
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+    return estimate.peak_bytes, real
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_results_lie_in_memory_as_kernels_lay_them_out(layer: str) -> None:
+    """A linear layer copies an input that it cannot read in place: strides decide a fifth of the peak here."""
+    predicted_peak, real = peaks(Transposed(LAYERS[layer]()), torch.randn(64, 128, 16))
+    assert real - 16384 <= predicted_peak <= real + 4096  # gradients of the weights count elsewhere
+    assert real > 5 * 64 * 128 * 16 * 4 // 2
+
+
+class Scan(nn.Module):
+    """A recurrence over steps, as Mamba's slow path: backward adds one gradient a step to that of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inputs = self.first(x)
+        state, states = torch.zeros_like(inputs[:, 0]), []
+        for at in range(inputs.shape[1]):
+            state = 0.5 * state + inputs[:, at, :]
+            states.append(state)
+        out: torch.Tensor = self.last(torch.stack(states, 1))
+        return out
+
+
+def test_gradients_are_added_in_place_as_autograds_engine_does() -> None:
+    predicted_peak, real = peaks(Scan(), torch.randn(64, 32, 16))
+    assert real - 16384 <= predicted_peak <= real + 4096  # gradients of the weights count elsewhere
+
+
+class Registered(nn.Module):
+    """One module under two names, and one parameter in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.table, self.head = nn.PReLU(), nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.again, self.head.weight = self.act, self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.again(self.act(self.table(ids))))
+        return out
+
+
+def test_a_module_of_two_names_keeps_its_weights() -> None:
+    model = Registered()
+    before = {name: (id(each), each.clone()) for name, each in model.named_parameters()}
+    estimate = ShardingPlan({}, mesh={"dp": 1}).activations(model, torch.zeros(2, 5, dtype=torch.long))
+    assert estimate.local_bytes > 0
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert len(after) == 4
+    assert all(each.device.type == "cpu" for each in after.values())
+    for name, (identity, values) in before.items():
+        assert id(after[name]) == identity
+        assert torch.equal(after[name], values)

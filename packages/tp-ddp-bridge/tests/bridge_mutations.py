@@ -20,10 +20,10 @@ MUTATIONS = [
     Mutation(
         "restore local tensors after forward",
         "module/view.py",
-        "        dtensor: Any = view.read(value)\n",
-        "        if torch._C._current_graph_task_id() != -1:  # backward, where a checkpointed block is recomputed\n"
-        "            return value\n"
-        "        dtensor: Any = view.read(value)\n",
+        "            dtensor: Any = view.read(value)\n",
+        "            if torch._C._current_graph_task_id() != -1:  # backward: a block is recomputed\n"
+        "                return value\n"
+        "            dtensor: Any = view.read(value)\n",
         "test_ddp.py::test_activation_checkpointing",
     ),
     Mutation(
@@ -51,10 +51,10 @@ MUTATIONS = [
         "a new Parameter per forward",
         "module/view.py",
         "        _forward.views = {}\n",
-        "        for name in self._dp_views:\n"
+        "        for name in self._bridge.views:\n"
         "            self._parameters[name] = nn.Parameter(self._parameters[name].detach())\n"
         "        for module in self.children():\n"
-        "            for name in getattr(module, '_dp_views', {}):\n"
+        "            for name in views_of(module):\n"
         "                module._parameters[name] = nn.Parameter(module._parameters[name].detach())\n"
         "        _forward.views = {}\n",
         "test_ddp.py::test_options",
@@ -163,7 +163,7 @@ MUTATIONS = [
     Mutation(
         "an optimizer step between forward and backward goes unseen",
         "module/view.py",
-        "        if leaf._version != version:\n",
+        "        if present != version:\n",
         "        if False:\n",
         "module/test_view.py::test_a_step_between_forward_and_backward_raises",
     ),
@@ -226,9 +226,37 @@ MUTATIONS = [
     Mutation(
         "a leaf whose place weight_norm takes",
         "module/view.py",
-        '        if isinstance(self[name], nn.Parameter) and hasattr(self[name], "_dp_leaf"):\n',
+        "        if isinstance(self[name], nn.Parameter) and type(bridge_tag(self[name])) is Layout:\n",
         "        if False:\n",
         "module/test_view_class.py::test_weight_norm_and_parametrize",
+    ),
+    Mutation(
+        "functions that take a leaf for the full parameter",
+        "layout.py",
+        "        for shard in shards if func in FULL_READS else ():\n",
+        "        for shard in ():\n",
+        "module/test_transform.py::test_functions_that_take_a_leaf_for_the_full_weight_are_refused",
+    ),
+    Mutation(
+        "results of a leaf that are shards too",
+        "layout.py",
+        "        if is_alike or is_view or func in _SPREADING:\n",
+        "        if False:\n",
+        "module/test_transform.py::test_functions_that_take_a_leaf_for_the_full_weight_are_refused",
+    ),
+    Mutation(
+        "leaves of a class without multi-tensor kernels in a step",
+        "layout.py",
+        "        leaf.__class__ = nn.Parameter if type(leaf) is ShardedLeaf else torch.Tensor\n",
+        "        pass\n",
+        "module/test_transform.py::test_leaves_are_ordinary_parameters_in_a_step_alone",
+    ),
+    Mutation(
+        "leaves that stay ordinary parameters after a step",
+        "optim/elementwise.py",
+        "        refuse_full_reads(leaf)\n",
+        "        pass\n",
+        "module/test_transform.py::test_leaves_are_ordinary_parameters_in_a_step_alone",
     ),
     Mutation(
         "hooks on a view that vanish with it",

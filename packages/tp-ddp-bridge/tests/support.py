@@ -23,6 +23,16 @@ ROWS: list[tuple[str, str, str]] = [
     ("`no_sync()` accumulation; two forwards, one backward", RIGHT, "test_ddp.py::test_ways_to_step"),
     ("`join()` where a rank has no input", RIGHT, "test_ddp.py::test_join_where_a_rank_has_no_input_at_all"),
     ("`join()` with uneven inputs", RIGHT, "test_ddp.py::test_join_with_uneven_inputs"),
+    (
+        "penalties over all parameters, through `module.state_dict(keep_vars=True)`",
+        RIGHT,
+        "module/test_transform.py::test_the_way_on_for_a_penalty_trains_as_one_process",
+    ),
+    (
+        "weights averaged over steps: `AveragedModel(ddp.module)`",
+        RIGHT,
+        "test_ddp.py::test_weights_are_averaged_through_the_module_inside",
+    ),
     ("fp16, bf16 and PowerSGD hooks", RIGHT, "test_ddp.py::test_communication_hooks"),
     (
         "communication hooks of users, tried when they are registered",
@@ -48,6 +58,16 @@ ROWS: list[tuple[str, str, str]] = [
         "`norm()`, `std()`, `mean()` and other reads of a full parameter on a sharded leaf; draws of `nn.init` into it",
         "refused: `local-shard-as-full`",
         "module/test_transform.py::test_reads_and_draws_of_a_full_weight_are_refused_on_shards",
+    ),
+    (
+        "`torch.norm(leaf)`, `svdvals(leaf)`, `leaf.abs().max()`, penalties `(leaf * leaf).sum()`",
+        "refused: `local-shard-as-full`",
+        "module/test_transform.py::test_functions_that_take_a_leaf_for_the_full_weight_are_refused",
+    ),
+    (
+        "`AveragedModel(ddp)`, copies and pickles of the DDP (those of `ddp.module` work)",
+        "refused: `unsupported-wrapper`",
+        "test_ddp.py::test_weights_are_averaged_through_the_module_inside",
     ),
     (
         "`undo()` of what sharded the model while it is bridged",

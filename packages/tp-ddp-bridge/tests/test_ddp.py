@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from typing import Any, ClassVar
 
 import bridge_models as models
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tp_ddp_bridge import PlanError, check_optimizer, check_replicas, pre_dp_module_transform, wrap_ddp
 
 SAMPLED: dict[str, list[tuple[str, str]]] = {
@@ -60,6 +63,29 @@ def test_every_situation_and_every_model_is_sampled() -> None:
 @pytest.mark.ranks(4)
 def test_options(ranks: Ranks) -> None:
     run(ranks, "options")
+
+
+@pytest.mark.ranks(4)
+def test_weights_are_averaged_through_the_module_inside(ranks: Ranks) -> None:
+    # AveragedModel copies what it gets, and torch copies no DDP over a group of some ranks.
+    mesh, task = ranks.mesh((2, 2), ("dp", "tp")), models.vectors()
+    reference = models.seeded(models.MLP)
+    ddp = wrap_ddp(models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"]), mesh=mesh)
+    for copies in (copy.deepcopy, pickle.dumps, AveragedModel):
+        with pytest.raises(PlanError, match=r"unsupported-wrapper.*AveragedModel\(ddp\.module\)"):
+            copies(ddp)
+    averages: list[Any] = []
+    for model, inner, index, count in ((reference, reference, 0, 1), (ddp, ddp.module, mesh["dp"].get_local_rank(), 2)):
+        average = AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(5):
+            models.train(model, optimizer, task, index=index, count=count, steps=1)
+            average.update_parameters(model)
+        averages.append(average.module)
+    expected = averages[0].state_dict()
+    models.assert_same_state(averages[1].state_dict(), expected, count=6, atol=1e-6)
+    started = models.seeded(models.MLP).state_dict()
+    assert all(not torch.equal(expected[name], started[name]) for name in expected)
 
 
 @pytest.mark.ranks(4)

@@ -14,8 +14,8 @@ import tp_models as models
 import tp_styles as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from tp_styles.hf.plan import sharded_share
 from tp_styles.runtime.redistribute import TPGroup
+from tp_styles.sources.auto import sharded_share
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Replicate
 from tp_styles._shared.patterns import Pattern
-from tp_styles.hf.plan import OLDER, TODAY, todays_names
+from tp_styles.sources.names import OLDER, TODAY, todays_names
 
 MARKS = "<!-- families: begin -->\n", "<!-- families: end -->"
 SAMPLE = ["gemma2", "phi3", "qwen2_moe", "granitemoe", "deepseek_v2", "stablelm"]

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tp_styles as tp
-import tp_styles.hf.register  # from here on transformers' plans run with our forwards
+import tp_styles.sources.transformers  # from here on transformers' plans run with our forwards
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -57,8 +57,8 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
             found="torch.distributed is not initialized",
             hint="call torch.distributed.init_process_group first; plan_reshard and simulate need no process group",
         )
-    given: Any = group  # callers are untyped
-    if isinstance(given, str) or hasattr(given, "mesh_dim_names"):  # an axis, or a DeviceMesh
+    untyped: Any = group  # callers are untyped
+    if isinstance(untyped, str) or hasattr(untyped, "mesh_dim_names"):  # an axis, or a DeviceMesh
         raise refusal(
             "wrong-type",
             "group",

@@ -144,6 +144,41 @@ def memory_of(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+@functools.cache
+def engine_references() -> tuple[int, int] | None:
+    """Return `references` of a gradient that autograd's engine alone holds while it adds another to it.
+
+    The engine adds in place, but not while a dispatch mode watches it. A caller's own sum in a backward has other
+    numbers: its Python frame or its saved tensors hold the operand, too. None if this torch counts no references.
+    """
+    import torch
+
+    counts: list[tuple[int, int] | None] = []
+
+    def handle(operator: Any, args: Any, kwargs: Any) -> Any:
+        if operator is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
+            counts.append(references(args[0]))
+        return operator(*args, **kwargs)
+
+    with torch.enable_grad():
+        x = torch.empty(2, device="meta", requires_grad=True)
+        y = x.exp()
+        total = y.exp() + y.sin()
+    with on_every_operator(handle):
+        torch.autograd.backward(total, torch.empty_like(total))
+    return counts[-1] if counts else None
+
+
+def references(tensor: Any) -> tuple[int, int] | None:
+    """Return the numbers of references to a tensor and to its memory; None if this torch counts none."""
+    import torch
+
+    if not hasattr(tensor, "_use_count"):
+        return None
+    of_storage: Any = getattr(torch._C, "_storage_Use_Count")  # noqa: B009  # torch's stubs lack it
+    return int(tensor._use_count()), int(of_storage(tensor.untyped_storage()._cdata))
+
+
 def live_bytes_of(call: Callable[[], object]) -> int:
     """Return the most bytes of new meta tensors alive at one time in ``call``; numbers read from them are 1."""
     import weakref

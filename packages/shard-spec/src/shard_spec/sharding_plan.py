@@ -14,9 +14,7 @@ from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata
-from shard_spec.plan.read import from_dict, from_json
 from shard_spec.plan.resolve import examine, plan_problems, resolve
-from shard_spec.plan.serialize import to_json
 from shard_spec.report.diff import diff
 from shard_spec.report.explain import explain
 
@@ -64,11 +62,6 @@ class ShardingPlan(PlanContent):
     Raises:
         TypeError: If an argument is not a mapping, or not a list of names.
     """
-
-    @classmethod
-    def _of(cls, content: PlanContent) -> ShardingPlan:
-        more: dict[str, Any] = {"strict": content.strict, "axis_roles": content.axis_roles}
-        return cls(content.plan, content.output_plan, content.return_local_tensor, mesh=content.mesh, **more)
 
     def __or__(self, other: PlanContent) -> ShardingPlan:
         """Merge the rules of two plans. For one pattern or axis in both, the rule or role of ``other`` is used."""
@@ -262,34 +255,6 @@ class ShardingPlan(PlanContent):
 
     # ---- files and other forms --------------------------------------------------------------------------------
 
-    def to_json(self) -> str:
-        """Return this plan as JSON; equal plans give equal bytes.
-
-        Raises:
-            PlanError: ``invalid-plan`` for each rule without a file form.
-        """
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ShardingPlan:
-        """Parse the output of :meth:`to_json`; safe on untrusted files.
-
-        Raises:
-            PlanError: ``invalid-plan``.
-        """
-        return cls._of(from_json(text))
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> ShardingPlan:
-        """Parse the document of :meth:`to_json` as values, for example ``yaml.safe_load(text)``.
-
-        Rules and axes may be mappings; null keys may be left out.
-
-        Raises:
-            PlanError: ``invalid-plan``.
-        """
-        return cls._of(from_dict(document))
-
     @classmethod
     def from_layouts(
         cls, layouts: Mapping[str, Layout], *, strict: bool = False, axis_roles: Mapping[str, str] | None = None
@@ -403,7 +368,7 @@ class ShardingPlan(PlanContent):
         assert mesh_spec is not None
         from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
 
-        return cls._of(from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
+        return cls(**from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
 
     @classmethod
     def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:

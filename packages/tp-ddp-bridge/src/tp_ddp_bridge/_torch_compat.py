@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,10 @@ from torch.optim import Optimizer
 
 GRAD_HOOKS, POST_ACCUMULATE_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 """Attributes with the dicts that a tensor's hooks are registered in; handles remove from these very dicts."""
+without_overrides = torch._C.DisableTorchFunctionSubclass
+"""Context in which ``__torch_function__`` of tensor classes is not called; entering it takes 0.2 us."""
+Function = _SingleLevelFunction
+"""``torch.autograd.Function`` without its Python ``apply``, which looks for functorch's transforms first (1 us)."""
 WEIGHT_NORMS = (_WeightNorm, WeightNorm)  # a parametrization, and the hook of the deprecated function
 
 
@@ -70,6 +75,12 @@ def default_axis_order(tensor: DTensor) -> bool:
     spec = tensor._spec
     order: Any = getattr(spec, "shard_order", None)  # absent in 2.11 builds without ordered shards
     return order is None or bool(DTensorSpec.is_default_device_order(order))
+
+
+def is_transformed() -> bool:
+    """Return True within a transform of ``torch.func``."""
+    active: bool = torch._C._are_functorch_transforms_active()
+    return active
 
 
 def top_saved_tensors_hooks() -> object:

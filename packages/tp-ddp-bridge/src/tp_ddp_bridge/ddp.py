@@ -22,8 +22,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import skip_init
 
-from tp_ddp_bridge._shared.problems import Problem, raise_problems
-from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters
+from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
+from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters, without_overrides
 from tp_ddp_bridge.consistency.axes import mixing_problems
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
@@ -37,6 +37,16 @@ from tp_ddp_bridge.layout import bridge_tag, is_replicated_tag, layout_of, tenso
 
 class BridgedDDP(DistributedDataParallel):
     """Result of ``wrap_ddp``: torch's hooks run on its own group, others are tried."""
+
+    def __getstate__(self) -> Any:
+        """Refuse a copy or pickle over a group of some ranks, as torch does, with the way on."""
+        try:
+            return super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
+        except RuntimeError as error:
+            reason = "torch copies and pickles no DDP over a group of some ranks, and AveragedModel(ddp) copies it"
+            hint = "the module inside has all the weights: AveragedModel(ddp.module), copy.deepcopy(ddp.module)"
+            problem = Problem("unsupported-wrapper", "DistributedDataParallel", found=reason, hint=hint)
+            raise PlanError(problem) from error
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook on the data-parallel group; a collective of all ranks.
@@ -187,7 +197,8 @@ class ReducerGuard:
         if torch.compiler.is_compiling():
             return  # no exchange in a graph
         parameters = list(ddp.module.parameters())
-        trains = [parameter.requires_grad for parameter in parameters]
+        with without_overrides():  # of the leaves' class
+            trains = [parameter.requires_grad for parameter in parameters]
         accepted = self._accepted
         if accepted is None or trains != accepted[1] or not all(map(operator.is_, parameters, accepted[0])):
             self._check_reducer_parameters(ddp)

@@ -12,7 +12,6 @@ Vocabulary of this package:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -20,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional
 
-from tp_ddp_bridge._shared.full_reads import FULL_READS
+from tp_ddp_bridge._shared.full_reads import FULL_READS, REDUCTIONS, full_read, named
+from tp_ddp_bridge._shared.norms import BRIDGED
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge._shared.sharding_info import ShardingInfo, sharding_info_of
-from tp_ddp_bridge._torch_compat import local_of, make_spec, wrap
+from tp_ddp_bridge._torch_compat import local_of, make_spec, without_overrides, wrap
 
 
 class Layout(ShardingInfo):
@@ -152,55 +153,166 @@ def tensor_groups(parameters: Iterable[torch.Tensor], sharded: bool = False) -> 
     return [group for ranks, group in groups.items() if len(ranks) > 1]
 
 
-# ---- tags. Torch drops attributes of parameters when it copies or replaces them, so modules set them again after
-# ---- every such call.
+# ---- tags. Torch drops attributes and classes of parameters when it copies or replaces them, so modules set them again
+# ---- after every such call.
+
+
+class ReplicatedLayout(Layout):
+    """Layout of a parameter that was no DTensor; tensor-parallel ranks hold equal copies of it."""
+
+    __slots__ = ()
+
+
+class Refusing:
+    """Mixin of the classes of tensors that hold one rank's shard: what would take it for the full tensor is refused.
+
+    `leaf.abs().max()` and `torch.norm(leaf)` are other numbers on each rank, without an error. `leaf.detach()` is the
+    plain shard. Results with a shard's shape or memory are refused in turn, as a `ShardValue`, so that a penalty
+    `(leaf * leaf).sum()` raises at its sum.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse functions that would take a shard for the full tensor; run all others on plain tensors."""
+        return _run_on_shards(func, args, kwargs or {})
+
+    def ndimension(self) -> NoReturn:
+        """Refuse: within torch only these functions call it, and write by index to what they take for the weight."""
+        hint = f"{_INITIALISE}; parameter.dim() counts dims"
+        _raise_full_read("ndimension, which nn.init's orthogonal_, dirac_, eye_ and sparse_ call,", hint)
+
+
+class ShardValue(Refusing, torch.Tensor):
+    """A sharded buffer, or what was computed from a sharded leaf outside of the module."""
+
+    _shard_dims: tuple[int, ...] | None = None  # None: sharded along dims that nothing records, as after view(-1)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Save as a plain tensor: loading it needs no bridge."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class ShardedLeaf(Refusing, nn.Parameter):
+    """Leaf that holds one rank's shard.
+
+    Within a step of an optimizer it is an ordinary parameter (`as_plain`): torch takes multi-tensor and
+    fused kernels for no other class. Reading an attribute of a class with `__torch_function__` takes 1.5 us in place
+    of 0.1, so `grad`, which `zero_grad` and clipping read, does it in 0.4.
+    """
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]  # on purpose
+        """Return an ordinary parameter: a copy of a leaf (`copy.deepcopy`) has no layout."""
+        return nn.Parameter(data, requires_grad)
+
+    def _get_grad(self) -> torch.Tensor | None:
+        with without_overrides():
+            grad: torch.Tensor | None = _GRAD.__get__(self)
+        return grad
+
+    def _set_grad(self, value: torch.Tensor | None) -> None:
+        with without_overrides():
+            _GRAD.__set__(self, value.as_subclass(torch.Tensor) if type(value) is ShardValue else value)
+
+    grad = property(_get_grad, _set_grad)
+
+
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_PLACES = (torch, torch.Tensor, functional)
+_PLAIN = {_DATA.__get__, _GRAD.__get__, torch.autograd.grad}.union(
+    named("detach module_load zeros_like ones_like full_like empty_like rand_like randn_like randint_like", *_PLACES),
+    named("new_empty new_zeros new_ones new_full new_tensor new_empty_strided", *_PLACES),
+    named("linear matmul __matmul__ __rmatmul__ mm bmm einsum tensordot outer", *_PLACES),
+)
+"""Functions whose result is no shard of the leaf: the caller asked for the plain one, or for a tensor of its shape
+with other values, or, of a product, it is another matrix that may have the shard's shape."""
+_SPREADING = {*named("cat concat concatenate stack hstack vstack", torch), *REDUCTIONS}
+"""Functions whose result is of a shard in whatever shape: the largest of each row is, and its maximum is refused."""
+_INITIALISE = "initialise before the module is sharded, or by load_state_dict() of full tensors"
+
+
+def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
+    with without_overrides():
+        if torch.compiler.is_compiling() or isinstance(func, torch._ops.OpOverload):  # traced, or a traced graph's own
+            return func(*args, **kwargs)
+        operands = (each if isinstance(each, list | tuple) else [each] for each in (*args, *kwargs.values()))
+        shards = [each for several in operands for each in several if isinstance(each, Refusing)]
+        for shard in shards if func in FULL_READS else ():
+            _refuse_full_read(func, args, kwargs, shard)
+        result = func(*args, **kwargs)
+        if func in _PLAIN:
+            return result
+        if isinstance(result, list | tuple):  # chunks of a shard; values and indices
+            return type(result)([_as_shard_value(each, func, shards) for each in result])
+        return _as_shard_value(result, func, shards)
+
+
+def _as_shard_value(result: Any, func: Any, shards: list[Any]) -> Any:
+    if type(result) is not torch.Tensor:  # also the written one itself, of an in-place function
+        return result
+    memory, dims = result.untyped_storage().data_ptr(), {_shard_dims(shard) for shard in shards}
+    for shard in shards:
+        is_view = bool(memory) and memory == shard.untyped_storage().data_ptr()
+        # A square shard's transpose has its shape too, and other strides.
+        is_alike = result.shape == shard.shape and not (is_view and result.stride() != shard.stride())
+        if is_alike or is_view or func in _SPREADING:
+            value = result.as_subclass(ShardValue)
+            value._shard_dims = dims.pop() if is_alike and len(dims) == 1 else None
+            return value
+    return result
+
+
+def _shard_dims(shard: Any) -> tuple[int, ...] | None:
+    """Return the sharded dims of a leaf, or of a value computed from one."""
+    layout = bridge_tag(shard)
+    if layout is None:
+        return getattr(shard, "_shard_dims", None)
+    return tuple({getattr(layout.placements[axis], "dim", 0) for axis in layout.sharded_axes()})
+
+
+def _refuse_full_read(func: Any, args: Any, kwargs: Any, shard: Any) -> None:
+    dims, ndim = _shard_dims(shard), shard.dim()
+    names = (full_read(func, args, kwargs, dim, ndim) for dim in (range(ndim) if dims is None else dims))
+    name = next(filter(None, names), "")
+    # `isnan(leaf).any()` is a question about this rank's memory; debuggers ask it of each rank.
+    if not name or (name in ("any", "all") and shard.dtype == torch.bool):
+        return
+    _raise_full_read(name)
+
+
+def _raise_full_read(name: str, hint: str = "") -> NoReturn:
+    read = (
+        f"{name} of module.weight, or of module.state_dict(keep_vars=True)['weight'], is of the full parameter: a "
+        f"DTensor with its gradient; parameter.detach() is the shard alone"
+    )
+    # A draw into the DTensor `module.weight` is no way on: on CPU meshes torch draws equal numbers for all shards.
+    hint = hint or (_INITIALISE if name.endswith("_") else read)
+    name = name if " " in name else f"{name}()"
+    raise PlanError(Problem("local-shard-as-full", name, found="of one rank's shard", hint=hint))
+
+
+def as_plain(tensors: Iterable[Any]) -> list[Any]:
+    """Give sharded leaves among ``tensors`` the class of an ordinary parameter or tensor; return these leaves."""
+    leaves = [each for each in tensors if isinstance(each, Refusing)]
+    for leaf in leaves:
+        leaf.__class__ = nn.Parameter if type(leaf) is ShardedLeaf else torch.Tensor  # type: ignore[assignment]
+    return leaves
+
+
+def refuse_full_reads(leaf: Any) -> None:
+    """Give a sharded leaf its class. A leaf of another class, as in ``FakeTensorMode``, keeps that."""
+    kind = type(leaf)
+    leaf.__class__ = ShardedLeaf if kind is nn.Parameter else ShardValue if kind is torch.Tensor else kind
 
 
 def tag_leaf(leaf: Any, layout: Layout) -> None:
     """Tag a leaf with its layout."""
     leaf._sharding_info = tuple(layout[:4])  # no sections: every version reads this form
-    leaf._dp_leaf = layout  # distinguishes it from other local shards
+    leaf._bridge = layout  # distinguishes it from other local shards
     if layout.sharded_axes():
-        vars(leaf).update(FULL_READ_REFUSALS)
-
-
-_INITIALISE = "initialise before the module is sharded, or by load_state_dict() of full tensors"
-
-
-def _refuse_full_read(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    # A draw into the DTensor `module.weight` is no way on: on CPU meshes torch draws equal numbers for all shards.
-    read = f"module.weight.{name}(...) is of the full parameter, a DTensor; parameter.detach().{name}(...) of the shard"
-    hint = _INITIALISE if name.endswith("_") else read
-    raise PlanError(Problem("local-shard-as-full", f"{name}()", found=f"{name} of one rank's shard", hint=hint))
-
-
-def _refuse_ndimension() -> NoReturn:
-    reason = "nn.init's orthogonal_, eye_ and dirac_ call it, and would take one rank's shard for the full parameter"
-    hint = f"{_INITIALISE}; parameter.dim() counts dims"
-    raise PlanError(Problem("local-shard-as-full", "ndimension()", found=reason, hint=hint))
-
-
-FULL_READ_REFUSALS = {
-    # These three write by functions and by index, past the leaf's methods; they are the only callers of it in torch.
-    "ndimension": _refuse_ndimension,
-    **{
-        name: functools.partial(_refuse_full_read, name)
-        for func, name in FULL_READS.items()
-        if getattr(torch.Tensor, name, None) is func
-    },
-}
-"""Method of a sharded leaf -> its refusal, set on the leaf itself.
-
-A class with ``__torch_function__`` would see ``torch.norm(leaf)`` as well, but torch then calls it at each read of
-``leaf.grad`` and ``leaf.shape`` (3 us in place of 0.2: an SGD step of 100 leaves takes 3.3 ms in place of 0.5), and
-optimizers take no multi-tensor kernels for it.
-"""
-
-
-def allow_full_reads(parameter: torch.Tensor) -> None:
-    """Take the refusals off a sharded leaf: its methods read the shard. For optimizers that say they know."""
-    for name in FULL_READ_REFUSALS:
-        vars(parameter).pop(name, None)
+        refuse_full_reads(leaf)
 
 
 def tag_replicated(parameters: Iterable[nn.Parameter], on: Layout) -> None:
@@ -208,26 +320,24 @@ def tag_replicated(parameters: Iterable[nn.Parameter], on: Layout) -> None:
     for parameter in parameters:
         if not isinstance(parameter, DTensor) and not hasattr(parameter, "_sharding_info"):
             tagged: Any = parameter
-            layout = on._replace(shape=parameter.shape, stride=tuple(parameter.stride()))
-            tagged._sharding_info = tuple(layout[:4])
-            tagged._dp_replicated = layout
+            tagged._bridge = ReplicatedLayout(on.mesh, on.placements, parameter.shape, tuple(parameter.stride()))
+            tagged._sharding_info = tuple(tagged._bridge[:4])
 
 
 def untag_replicated(parameter: Any) -> None:
     """Undo ``tag_replicated``."""
-    if parameter.__dict__.pop("_dp_replicated", None) is not None:
-        del parameter._sharding_info
+    if is_replicated_tag(parameter):
+        del parameter._bridge, parameter._sharding_info
 
 
 def bridge_tag(parameter: torch.Tensor) -> Layout | None:
     """Return the tagged layout of a parameter of a bridged module; ``None`` for any other."""
-    tags = parameter.__dict__
-    return tags.get("_dp_leaf") or tags.get("_dp_replicated")
+    return parameter.__dict__.get(BRIDGED)
 
 
 def is_replicated_tag(parameter: torch.Tensor) -> bool:
     """Return True if ``tag_replicated`` set the layout of this parameter."""
-    return "_dp_replicated" in parameter.__dict__
+    return isinstance(bridge_tag(parameter), ReplicatedLayout)
 
 
-LEAF_TAGS = frozenset({"_sharding_info", "_dp_leaf", "_dp_assigned", *FULL_READ_REFUSALS})
+LEAF_TAGS = frozenset({"_sharding_info", BRIDGED})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import bridge_models as models
@@ -15,7 +17,7 @@ from torch.nn import functional
 from tp_ddp_bridge import PlanError, dp_bridge, is_bridged, pre_dp_module_transform, undo_dp_transform
 from tp_ddp_bridge import _pre_dp_module_transform as seed_name
 from tp_ddp_bridge._shared.full_reads import FULL_READS
-from tp_ddp_bridge.layout import FULL_READ_REFUSALS, LEAF_TAGS
+from tp_ddp_bridge.layout import LEAF_TAGS
 from tp_ddp_bridge.module.survey import survey
 
 
@@ -28,7 +30,8 @@ def test_parameters_are_leaves_and_attributes_are_dtensors(ranks: Ranks) -> None
         model(x).sum().backward()
         named = dict(model.named_parameters())
         assert len(named) == 6
-        assert all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in named.values())
+        assert all(isinstance(parameter, nn.Parameter) and parameter.is_leaf for parameter in named.values())
+        assert not any(isinstance(parameter, DTensor) for parameter in named.values())
     assert isinstance(model.up.weight, DTensor)
     assert model.up.weight.shape == (32, 16)
     assert named["up.weight"].shape == (16, 16)
@@ -205,7 +208,7 @@ def test_norms_of_shards_are_refused(ranks: Ranks) -> None:
         assert float(full.full_tensor()) == pytest.approx(float(models.seeded(models.MLP).up.weight.norm()))
         assert float(leaves["down.bias"].norm()) == pytest.approx(float(models.seeded(models.MLP).down.bias.norm()))
     undo_dp_transform(model)
-    assert "norm" not in vars(model.up.weight)
+    assert all(type(parameter) is nn.Parameter or isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.ranks(2)
@@ -217,22 +220,30 @@ def test_reads_and_draws_of_a_full_weight_are_refused_on_shards(ranks: Ranks) ->
     reads = [name for func, name in FULL_READS.items() if getattr(torch.Tensor, name, None) is func]
     assert {"norm", "std", "mean", "max", "sort", "svd", "normal_", "uniform_"} <= set(reads) and len(reads) > 50
     leaf = leaves["up.weight"]
+    # torch parses arguments before it asks the class.
+    arguments: dict[str, tuple[Any, ...]] = {"constant_": (0.5,), "sparse_": (0.5,), "renorm": (2, 0, 1.0)}
+    arguments |= dict.fromkeys(("logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "cummax", "cummin"), (0,))
+    arguments |= dict.fromkeys(("logcumsumexp", "flip", "argsort"), (0,)) | {"roll": (1,), "bernoulli_": (0.5,)}
+    arguments |= dict.fromkeys(("quantile", "nanquantile", "geometric_"), (0.5,))
+    arguments |= dict.fromkeys(("kthvalue", "topk", "matrix_power"), (1,))
     for name in reads:
-        way_on = "initialise before" if name.endswith("_") else rf"module\.weight\.{name}"
+        way_on = "initialise before" if name.endswith("_") else rf"{name} of module\.weight"
         with pytest.raises(PlanError, match=rf"local-shard-as-full\] {name}\(\): .*{way_on}"):
-            getattr(leaf, name)()
+            getattr(leaf, name)(*arguments.get(name, ()))
     for name in ("std", "mean", "amax"):  # the way on, and replicated leaves, are right
         full: Any = getattr(model.up.weight.detach(), name)()
         expected = getattr(models.seeded(models.MLP).up.weight.detach(), name)()
         torch.testing.assert_close(full.full_tensor(), expected, rtol=1e-6, atol=1e-9)
         assert torch.equal(getattr(leaves["down.bias"], name)(), getattr(before["down.bias"], name)())
-    assert torch.equal(leaf.detach().sum(1), before["up.weight"].sum(1))
+    # Rows are sharded: a reduction over the columns is right.
+    assert torch.equal(leaf.sum(1), before["up.weight"].sum(1)) and leaf.norm(dim=-1).shape == (16,)
+    with pytest.raises(PlanError, match="local-shard-as-full"):
+        leaf.sum(0)
 
-    arguments: dict[str, tuple[float, ...]] = {"constant_": (0.5,), "sparse_": (0.5,)}
     refused = []
     for name in [each for each in dir(nn.init) if each.endswith("_") and not each.startswith("_")]:
         if name not in ("ones_", "zeros_", "constant_"):
-            with pytest.raises(PlanError, match="local-shard-as-full"):
+            with pytest.raises(PlanError, match=r"local-shard-as-full.*initialise before"):
                 getattr(nn.init, name)(leaf, *arguments.get(name, ()))
             refused.append(name)
             assert torch.equal(leaf, before["up.weight"]), name
@@ -246,14 +257,142 @@ def test_reads_and_draws_of_a_full_weight_are_refused_on_shards(ranks: Ranks) ->
     model.to(torch.float64)  # the tags are set again
     with pytest.raises(PlanError, match="local-shard-as-full"):
         nn.init.orthogonal_(dict(model.named_parameters())["down.weight"])
-    copied = copy.deepcopy(leaf)
-    assert copied.detach().norm() > 0 and not vars(copied).keys() & FULL_READ_REFUSALS.keys()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer.is_elementwise = True  # type: ignore[attr-defined]  # its author's word
-    optimizer.step()
-    assert torch.equal(leaf.sum(), leaf.detach().sum())
+    copied = copy.deepcopy(leaf)  # a copy of a leaf alone is an ordinary parameter
+    assert type(copied) is nn.Parameter and copied.norm() == copied.detach().norm() > 0
     undo_dp_transform(model)
     assert not vars(model.up.weight).keys() & LEAF_TAGS
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "torch.norm": torch.norm,
+    "torch.linalg.norm": torch.linalg.norm,
+    "svdvals": torch.linalg.svdvals,
+    "vector_norm of several": lambda leaf: torch.linalg.vector_norm(leaf, dim=(0, 1)),
+    "quantile": lambda leaf: torch.quantile(leaf, 0.9),
+    "topk": lambda leaf: leaf.topk(2, dim=0),
+    "cosine": lambda leaf: functional.cosine_similarity(leaf, torch.ones(16), dim=0),
+    "largest magnitude": lambda leaf: leaf.abs().max(),
+    "L1": lambda leaf: leaf.abs().sum(),
+    "L2": lambda leaf: leaf.pow(2).sum(),
+    "L2 by a product": lambda leaf: (leaf * leaf).mean(),
+    "L2 beside others": lambda leaf: sum([torch.zeros(()), (leaf * 2 + 1).square().sum()]),
+    "sparsity": lambda leaf: (leaf.abs() > 0.1).sum(),
+    "flattened": lambda leaf: leaf.view(-1).norm(),
+    "transposed": lambda leaf: leaf.t().std(1),
+    "rows": lambda leaf: leaf[2:].amax(),
+    "in single precision": lambda leaf: leaf.to(torch.float64).float().norm(),
+    "as one vector": lambda leaf: torch.nn.utils.parameters_to_vector([leaf, leaf]).norm(),
+    "foreach": lambda leaf: torch._foreach_norm([leaf, leaf]),
+    "total norm": lambda leaf: torch.nn.utils.get_total_norm([leaf, leaf]),
+    "softmax over rows": lambda leaf: functional.softmax(leaf, 0),
+    "each column scaled by its rows": lambda leaf: leaf.renorm(2, 1, 1.0),
+    "rolled as one vector": lambda leaf: leaf.roll(1),
+    "flipped both ways": lambda leaf: leaf.flip(1, 0),
+    "largest of each row's norm": lambda leaf: leaf.norm(dim=1).max(),
+    "sorted rows": lambda leaf: leaf.sort(1).values.sum(0),
+    "largest of chunks": lambda leaf: leaf.chunk(2)[1].max(),
+    "shards of two layouts": lambda leaf: (leaf * leaf.t()).sum(1),
+    "each row": lambda leaf: [row.sum() for row in leaf],
+    "a copy": lambda leaf: leaf.clone().mean(),
+    "a write by index": lambda leaf: leaf.detach_() if leaf.requires_grad else leaf.__setitem__(0, 1.0),
+}
+
+
+@pytest.mark.ranks(2)
+def test_functions_that_take_a_leaf_for_the_full_weight_are_refused(ranks: Ranks) -> None:
+    # torch.norm(leaf) was the norm of 16 of 32 rows, another number on each rank.
+    model = models.bridged_mlp(ranks)
+    leaf = dict(model.named_parameters())["up.weight"]
+    before = leaf.detach().clone()
+    for name, read in READS.items():
+        with pytest.raises(PlanError, match="local-shard-as-full"), torch.set_grad_enabled(name != "a write by index"):
+            pytest.fail(f"{name}: {read(leaf.requires_grad_(name != 'a write by index'))}")
+        assert torch.equal(leaf.requires_grad_(), before), name
+
+
+RIGHT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "detached": lambda leaf: torch.norm(leaf.detach()),
+    "data": lambda leaf: leaf.data.abs().max(),
+    "norm of each row": lambda leaf: torch.linalg.vector_norm(leaf, dim=1),
+    "largest of each row": lambda leaf: leaf.abs().amax(1),
+    "top of each row": lambda leaf: leaf.topk(2, 1).values,
+    "shape": lambda leaf: torch.tensor([*leaf.shape, leaf.numel(), leaf.stride(0)]),
+    "each row flipped and rolled": lambda leaf: leaf.flip(1).roll(2, 1).amax(1),
+    "larger of two": lambda leaf: torch.max(leaf, leaf * 2).detach(),
+    "NaN in memory": lambda leaf: torch.isnan(leaf).any() | ~torch.isfinite(leaf).all(),
+    "another tensor": lambda leaf: torch.ones(3).add_(leaf.detach()[0, :3]).norm(),
+    "on a batch": lambda leaf: functional.linear(torch.ones(16, 16), leaf).sum(),
+    "products": lambda leaf: (torch.ones(16, 16) @ leaf).sum() + leaf.mm(torch.ones(16, 16)).sum(),
+    "equal": lambda leaf: torch.tensor(torch.equal(leaf, leaf.clone())),
+    "moving average": lambda leaf: torch.zeros(16, 16).lerp_(leaf.detach(), 0.1).mean(),
+    "a tensor of its shape": lambda leaf: torch.ones_like(leaf).norm() + leaf.new_zeros(16, 16).sum(),
+    "index": lambda leaf: leaf[0, 0].item() + torch.zeros(()),
+}
+
+
+@pytest.mark.ranks(2)
+def test_reads_of_a_shard_as_a_shard_go_on(ranks: Ranks) -> None:
+    model = models.bridged_mlp(ranks)
+    leaf, replicated = (dict(model.named_parameters())[name] for name in ("up.weight", "down.bias"))
+    plain = nn.Parameter(leaf.detach().clone())
+    for name, read in RIGHT.items():
+        result = read(leaf).detach()
+        assert type(result) is torch.Tensor and torch.equal(result, read(plain).detach()), name
+    for read in (torch.norm, torch.linalg.vector_norm, lambda each: each.abs().max(), lambda each: each.pow(2).sum()):
+        assert torch.equal(read(replicated), read(replicated.detach()))
+    loaded = pickle.loads(pickle.dumps(leaf.abs()))
+    assert type(loaded) is torch.Tensor and torch.equal(loaded, plain.abs())
+    for kind in (copy.copy, copy.deepcopy):  # a module's copy has leaves of its own, refused as well
+        with pytest.raises(PlanError, match="local-shard-as-full"):
+            torch.norm(dict(kind(model).named_parameters())["up.weight"])
+
+
+@pytest.mark.ranks(2)
+def test_the_way_on_for_a_penalty_trains_as_one_process(ranks: Ranks) -> None:
+    # `sum(p.pow(2).sum() for p in model.parameters())` would count replicated leaves as often as there are ranks.
+    reference, model = models.seeded(models.MLP), models.bridged_mlp(ranks)
+    x = torch.randn(4, 16)
+    for step in range(5):
+        losses = []
+        for each in (reference, model):
+            each.zero_grad()
+            full: Any = each.state_dict(keep_vars=True)
+            terms = [weight.abs().sum() + weight.pow(2).sum() for weight in full.values()]
+            penalty: Any = sum(each.full_tensor() if isinstance(each, DTensor) else each for each in terms)
+            loss = each(x + step).pow(2).mean() + 0.01 * penalty
+            loss.backward()
+            losses.append(loss.detach())
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.sub_(0.1 * parameter.grad)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+    for name, weight in reference.named_parameters():
+        full = model.state_dict()[name]
+        torch.testing.assert_close(full.full_tensor() if isinstance(full, DTensor) else full, weight.detach())
+
+
+@pytest.mark.ranks(2)
+def test_leaves_are_ordinary_parameters_in_a_step_alone(ranks: Ranks) -> None:
+    # torch takes multi-tensor and fused kernels for no class but Parameter.
+    model = models.bridged_mlp(ranks)
+    kinds: list[type] = []
+
+    class Seeing(torch.optim.SGD):
+        is_elementwise = True
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            kinds.extend(type(each) for group in self.param_groups for each in group["params"])
+            for each in self.param_groups[0]["params"]:
+                each.sub_(0.1 * each / each.norm())  # the author says that shards will do
+
+    optimizer = Seeing(model.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.step()
+        assert set(kinds) == {nn.Parameter} and len(kinds) == 6
+        kinds.clear()
+        with pytest.raises(PlanError, match="local-shard-as-full"):
+            torch.norm(optimizer.param_groups[0]["params"][0])
 
 
 @pytest.mark.ranks(2)

@@ -10,9 +10,6 @@ from tp_styles._shared.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from tp_styles._shared.norms import clip_grad_norm_
     from tp_styles.apply import TPHandle, apply_plan, parallelize_module
-    from tp_styles.from_plan.carry_out import apply_sharding_plan
-    from tp_styles.from_plan.convert import from_sharding_plan
-    from tp_styles.hf.plan import auto_plan, from_hf_tp_plan
     from tp_styles.legacy import (
         PairwiseParallel,
         make_input_replicate_1d,
@@ -29,9 +26,13 @@ if TYPE_CHECKING:
     from tp_styles.plan.planned import explain, plan_styles
     from tp_styles.problems import PlanError, Problem
     from tp_styles.runtime.dropout import tp_rng
+    from tp_styles.sources.auto import auto_plan
+    from tp_styles.sources.names import from_hf_tp_plan
+    from tp_styles.sources.sharding_plan import apply_sharding_plan, from_sharding_plan
     from tp_styles.styles.attention import GQAParallel, MultiheadAttentionParallel, TransformerLayerParallel
     from tp_styles.styles.base import ParallelStyle
     from tp_styles.styles.blocks import BlockParallel, LoRAParallel, NoParallel, SequenceParallel
+    from tp_styles.styles.expert_parallel import ExpertParallel, RouterLogits
     from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
     from tp_styles.styles.prepare_module import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
     from tp_styles.training import full_state_dict, vocab_parallel_cross_entropy
@@ -51,6 +52,8 @@ __all__ = [
     "LoRAParallel",
     "BlockParallel",
     "NoParallel",
+    "ExpertParallel",
+    "RouterLogits",
     "PairwiseParallel",
     "make_input_replicate_1d",
     "make_input_reshard_replicate",
@@ -84,9 +87,6 @@ __getattr__, __dir__ = lazy_exports(
     {
         "_shared.norms": ("clip_grad_norm_",),
         "apply": ("TPHandle", "apply_plan", "parallelize_module"),
-        "from_plan.carry_out": ("apply_sharding_plan",),
-        "from_plan.convert": ("from_sharding_plan",),
-        "hf.plan": ("auto_plan", "from_hf_tp_plan"),
         "legacy": (
             "PairwiseParallel",
             "make_input_replicate_1d",
@@ -103,9 +103,13 @@ __getattr__, __dir__ = lazy_exports(
         "plan.planned": ("explain", "plan_styles"),
         "problems": ("PlanError", "Problem"),
         "runtime.dropout": ("tp_rng",),
+        "sources.auto": ("auto_plan",),
+        "sources.names": ("from_hf_tp_plan",),
+        "sources.sharding_plan": ("apply_sharding_plan", "from_sharding_plan"),
         "styles.attention": ("GQAParallel", "MultiheadAttentionParallel", "TransformerLayerParallel"),
         "styles.base": ("ParallelStyle",),
         "styles.blocks": ("BlockParallel", "LoRAParallel", "NoParallel", "SequenceParallel"),
+        "styles.expert_parallel": ("ExpertParallel", "RouterLogits"),
         "styles.linear": ("ColwiseParallel", "FusedColwiseParallel", "RowwiseParallel"),
         "styles.prepare_module": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
         "training": ("full_state_dict", "vocab_parallel_cross_entropy"),

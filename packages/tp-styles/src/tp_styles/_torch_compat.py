@@ -102,6 +102,12 @@ def _arrived(x: Any) -> Any:
 gradient_like: Callable[[torch.Tensor, Any], DTensor] = partial(DTensor.__new__, GradientDTensor, requires_grad=False)
 
 
+def without_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile runs as it is: the graph breaks around it. torch.compiler is loaded late."""
+    wrapped: Callable[..., Any] = torch._disable_dynamo(function)
+    return wrapped
+
+
 def replicate(module: Any, mesh: Any, ignored: set[Any]) -> None:
     """Average gradients over a 1-D mesh, in place, except ignored ones. Parameters may be DTensors on another axis."""
     from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate

@@ -93,6 +93,7 @@ class TPHandle:
         if self.plan.modules and not self._changes:
             hint = "apply the plan again first"
             fault = PlanError(Problem("already-applied", found="undo() a second time", hint=hint))
+        self._complete_gradients()
         same = "every rank needs the same parameters in the same places"
         assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=same)
         full: dict[int, nn.Parameter] = {}
@@ -116,6 +117,23 @@ class TPHandle:
         take_back(self._changes)
         self._changes = []  # a second undo() raises
         return self.model
+
+    def _complete_gradients(self) -> None:
+        """Give shards with all rows on one rank (numbered experts) a gradient on every rank, if any rank has one."""
+        shards = [
+            current
+            for change in self._changes
+            for name in change.replaced
+            if (split := change.splits.get(name)) is not None and any(section.first for section in split.sections)
+            or split is not None and [section.unit for section in split.sections] == [split.global_size]
+            if (current := change.module._parameters.get(name)) is not None
+        ]
+        if not shards:
+            return
+        everyone = self._axis.all_gather_objects([shard.grad is not None for shard in shards], "undo")
+        for index, shard in enumerate(shards):
+            if shard.grad is None and any(one[index : index + 1] == [True] for one in everyone):
+                shard.grad = torch.zeros_like(shard)
 
     def _parts(self) -> list[str]:
         """List the shards to gather, one a line."""

@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("model", metavar="MODULE:FACTORY", help="makes the model; it is called on the meta device")
     explain.add_argument("plan", metavar="MODULE:PLAN", nargs="?", help="a dict, or makes it; default: auto_plan")
     explain.add_argument("--world-size", type=int, default=2, help="tensor-parallel ranks (default 2)")
+    explain.add_argument("--whole-experts", action="store_true", help="without a plan: whole experts on each rank")
     explain.add_argument("--num-tokens", type=int, help="tokens of one step; default: bytes per token")
     explain.add_argument("--name", help="only the modules at or below this FQN")
     explain.add_argument("--json", action="store_true", help="the plan as JSON")
@@ -54,18 +55,25 @@ def _load(where: str, what: str) -> Any:
 def _explain(model: Any, plan: Any, options: argparse.Namespace) -> int:
     import torch
 
-    from tp_styles.hf.plan import auto_plan
     from tp_styles.plan.planned import plan_styles
     from tp_styles.problems import PlanError
+    from tp_styles.sources.auto import auto_plan
 
     with torch.device("meta"):  # no memory for weights
         module = model if isinstance(model, torch.nn.Module) else model()
+    size = options.world_size
+    ep_size = size if options.whole_experts else None
+    if ep_size is not None and plan is not None:
+        print("tp-styles: --whole-experts is for auto_plan; the plan given has its own styles", file=sys.stderr)
+        return USAGE
     try:
-        styles = auto_plan(module, tp_size=options.world_size) if plan is None else plan() if callable(plan) else plan
+        if plan is None:
+            plan = auto_plan(module, tp_size=size, ep_size=ep_size)
+        styles = plan() if callable(plan) else plan
     except PlanError as error:
         print(f"tp-styles: {error}", file=sys.stderr)
         return PROBLEMS
-    planned = plan_styles(module, styles, options.world_size)
+    planned = plan_styles(module, styles, size)
     print(planned.to_json() if options.json else planned.explain(options.name, num_tokens=options.num_tokens))
     return PROBLEMS if planned.problems else GOOD
 

@@ -38,7 +38,7 @@ class Split:
             raise ValueError(f"{self}: a split has a dim and sections, a replicated parameter neither")
         if self.dim is not None and self.dim < 0:
             raise ValueError(f"{self}: the dim must not be negative")
-        for size, unit, copies in self.sections:
+        for size, unit, copies, _ in self.sections:
             if size < 0 or unit < 1 or copies < 1 or size % unit:
                 raise ValueError(f"{self}: a size must be a multiple of its unit, and unit and copies at least 1")
 
@@ -66,8 +66,8 @@ class Split:
 
     @property
     def is_single(self) -> bool:
-        """True if ranks hold consecutive rows: at most one section, and no copies."""
-        return len(self.sections) <= 1 and all(section.copies == 1 for section in self.sections)
+        """True if ranks hold consecutive rows in their order: at most one section, from rank 0 on, and no copies."""
+        return len(self.sections) <= 1 and all(one.copies == 1 and not one.first for one in self.sections)
 
     def is_plain(self, tp_size: int) -> bool:
         """True if DTensor's `Shard(dim)` or `Replicate()` means exactly the same; never for a fused weight."""
@@ -146,6 +146,8 @@ class Split:
             text += " by " + "/".join(str(section.unit) for section in self.sections)
         if any(section.copies > 1 for section in self.sections):
             text += ", copies " + "/".join(str(section.copies) for section in self.sections)
+        if any(section.first for section in self.sections):
+            text += ", from rank " + "/".join(str(section.first) for section in self.sections)
         return text
 
 
@@ -413,6 +415,10 @@ class StyleSpec:
     shards_randomness: bool = False
     children: tuple[tuple[str, object], ...] = ()
     problems: tuple[Problem, ...] = ()
+
+    def exchanges(self) -> Iterator[tuple[str, str, Step, int]]:
+        """Yield what the forward sends beside its flows: place, pass, step, and elements for each token."""
+        yield from ()
 
     def flows(self) -> Iterator[tuple[str, Redistribution]]:
         """Yield all flows with a name: the argument's, or `-> i` for output i."""

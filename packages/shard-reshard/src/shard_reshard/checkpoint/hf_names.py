@@ -133,12 +133,8 @@ def _run(converter: Any, collected: dict[str, list[Sketch]], target: str, names:
             same = op.check_dims and sketch.shape == names.get(target)
             tensors = {converter.target_patterns[0]: sketch if same else sketch.transposed(op.dim0, op.dim1)}
         else:
-            raise refusal(
-                "unsupported-tensor",
-                target,
-                found=f"transformers converts it by {op!r}",
-                hint="load the folder with transformers and save it in the model's names, or write key_map by hand",
-            )
+            hint = "load the folder with transformers and save it in the model's names, or write key_map by hand"
+            raise refusal("unsupported-tensor", target, found=f"transformers converts it by {op!r}", hint=hint)
     if len(tensors) == 1 and len(converter.target_patterns) == 1 and "*" not in converter.target_patterns[0]:
         tensors = {converter.target_patterns[0]: next(iter(tensors.values()))}
     # A pattern stands in place of the first target pattern in the full name.
@@ -187,54 +183,54 @@ class Sketch:
         def turned(values: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(values[dim] for dim in order)
 
-        pieces = [replace(piece, dims=turned(piece.dims), start=turned(piece.start)) for piece in self.pieces]
+        pieces = [replace(entry, dims=turned(entry.dims), start=turned(entry.start)) for entry in self.pieces]
         return Sketch(turned(self.shape), tuple(pieces))
 
     def chunks(self, count: int, dim: int) -> list[Sketch]:
         """Cut a source into equal parts along a dim."""
-        piece, dim = self._alone(), dim % len(self.shape)
+        entry, dim = self._alone(), dim % len(self.shape)
         step, sketches = -(-self.shape[dim] // count), []
         for low in range(0, self.shape[dim], step):
             size = min(step, self.shape[dim] - low)
-            cut = replace(piece, window=(_known(piece.dims[dim]), low, size))
+            cut = replace(entry, window=(_known(entry.dims[dim]), low, size))
             sketches.append(Sketch((*self.shape[:dim], size, *self.shape[dim + 1 :]), (cut,)))
         return sketches
 
     def unstacked(self) -> list[Sketch]:
         """Cut a source into the tensors that were stacked."""
-        piece = self._alone()
-        alone = replace(piece, dims=piece.dims[1:], start=piece.start[1:])
+        entry = self._alone()
+        alone = replace(entry, dims=entry.dims[1:], start=entry.start[1:])
         return [Sketch(self.shape[1:], (replace(alone, unstack=at),)) for at in range(self.shape[0])]
 
     def _alone(self) -> Piece:
-        (piece,) = self.pieces
-        return piece
+        (entry,) = self.pieces
+        return entry
 
     def as_parts(self, target: str) -> list[tuple[str, Part]]:
         """Return each source with its part of ``target``."""
-        return [(piece.source, _as_part(piece, target)) for piece in self.pieces]
+        return [(entry.source, _as_part(entry, target)) for entry in self.pieces]
 
 
-def _as_part(piece: Piece, target: str) -> Part:
-    stacked = piece.dims[:1] == (None,)
-    dims = [_known(dim) for dim in piece.dims[1 if stacked else 0 :]]
-    starts = piece.start[1 if stacked else 0 :]
+def _as_part(entry: Piece, target: str) -> Part:
+    stacked = entry.dims[:1] == (None,)
+    dims = [_known(dim) for dim in entry.dims[1 if stacked else 0 :]]
+    starts = entry.start[1 if stacked else 0 :]
     cut: dict[int, tuple[int, int, int | None]] = {
         dim: (start, 0, None) for dim, start in zip(dims, starts, strict=True) if start
     }
-    if piece.window is not None:
-        dim, low, size = piece.window
+    if entry.window is not None:
+        dim, low, size = entry.window
         cut[dim] = cut.get(dim, (0, 0, None))[0], low, size
-    if len(cut) > 1 or (piece.unstack is not None and dims != sorted(dims)):
+    if len(cut) > 1 or (entry.unstack is not None and dims != sorted(dims)):
         raise refusal(
             "unsupported-tensor",
             target,
-            found=f"{piece.source} is cut along two dims",
+            found=f"{entry.source} is cut along two dims",
             hint="load the folder with transformers and save it in the model's names",
         )
     at, window = next(iter(cut.items()), (0, (0, 0, None)))
-    turned, stack = tuple(dims) if dims != sorted(dims) else None, piece.start[0] if stacked else None
-    return Part(target, window[0], at, window[1], window[2], None, stack, turned, piece.unstack)
+    turned, stack = tuple(dims) if dims != sorted(dims) else None, entry.start[0] if stacked else None
+    return Part(target, window[0], at, window[1], window[2], None, stack, turned, entry.unstack)
 
 
 def _known(dim: int | None) -> int:
@@ -245,9 +241,9 @@ def _known(dim: int | None) -> int:
 def stacked(sketches: Sequence[Sketch]) -> Sketch:
     """Stack tensors along a new first dim."""
     pieces = [
-        replace(piece, dims=(None, *piece.dims), start=(at, *piece.start))
+        replace(entry, dims=(None, *entry.dims), start=(at, *entry.start))
         for at, sketch in enumerate(sketches)
-        for piece in sketch.pieces
+        for entry in sketch.pieces
     ]
     return Sketch((len(sketches), *sketches[0].shape), tuple(pieces))
 
@@ -257,9 +253,9 @@ def concatenated(sketches: Sequence[Sketch], dim: int) -> Sketch:
     dim %= len(sketches[0].shape)
     end, pieces = 0, list[Piece]()
     for sketch in sketches:
-        for piece in sketch.pieces:
-            start = (*piece.start[:dim], piece.start[dim] + end, *piece.start[dim + 1 :])
-            pieces.append(replace(piece, start=start))
+        for entry in sketch.pieces:
+            start = (*entry.start[:dim], entry.start[dim] + end, *entry.start[dim + 1 :])
+            pieces.append(replace(entry, start=start))
         end += sketch.shape[dim]
     shape = sketches[0].shape
     return Sketch((*shape[:dim], end, *shape[dim + 1 :]), tuple(pieces))

@@ -156,12 +156,12 @@ def _stored(
     for number, (table, entry) in by_rank.items():
         shapes = layout.local_shapes(number)
         if shapes != (entry.shape,):
-            given = "none" if not shapes else " and ".join(map(str, shapes))
+            listed = "none" if not shapes else " and ".join(map(str, shapes))
             problems.append(
                 Problem(
                     "shape-mismatch",
                     name,
-                    found=f"{entry.shape} in {table.path}, the layout gives rank {number} {given}",
+                    found=f"{entry.shape} in {table.path}, the layout gives rank {number} {listed}",
                     hint="list the files in the order of the ranks that wrote them, and give the layout they wrote",
                 )
             )

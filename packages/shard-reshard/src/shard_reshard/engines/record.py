@@ -140,6 +140,7 @@ def record_layouts(
             round twice, and replaced memory; ``unknown-name`` with ``strict=True``.
     """
     recorder: _Recorder | None = None
+    resolved: _ResolvedWrites | None = None
     problems: tuple[Problem, ...] = ()
     metas: dict[str, torch.Tensor] = {}
     try:
@@ -149,27 +150,28 @@ def record_layouts(
             recorder = _Recorder(model, metas)
             own = getattr(model, "load_weights", None) or (lambda pairs: model.load_state_dict(dict(pairs)))
             recorder.run(load or own)
+            resolved = _ResolvedWrites(recorder)
     except Exception as error:
         problems = problems_of(error)
         if recorder is not None and recorder.problems:
             problems = tuple(recorder.problems)
     shapes = {name: tuple(value.shape) for name, value in metas.items()}
-    table = {} if recorder is None or problems else recorder.table()  # a failed rank still joins the gather
+    table = {} if resolved is None else resolved.table()  # a failed rank still joins the gather
     mine = shapes, {name: [view.box for view in views] for name, views in table.items()}, problems
     gathered, rank = [(mine, strict)], 0
     if dist.is_available() and dist.is_initialized():
         members = group_info(group)
         gathered, rank = gathered * members.size, members.rank
         dist.all_gather_object(gathered, (mine, strict), group=members.group)
-    everyone = [known for known, _ in gathered]
+    everyone = [metadata for metadata, _ in gathered]
     destinations = _destinations(everyone)
     layouts: dict[str, BoxShardMap] = {}
     views: dict[str, _View] = {}
-    key_map: dict[str, list[Part] | None] = {name: None for known, _, _ in everyone for name in known}
+    key_map: dict[str, list[Part] | None] = {name: None for shapes_of, _, _ in everyone for name in shapes_of}
     lost = [name for name in key_map if name not in destinations] if any(asked for _, asked in gathered) else []
     if lost:  # the same on every rank
-        found, hint = "a tensor that no rank's loader takes", "leave it out, if the model can do without it"
-        raise PlanError([Problem("unknown-name", name, found=found, hint=hint) for name in lost])
+        reason, hint = "a tensor that no rank's loader takes", "leave it out, if the model can do without it"
+        raise PlanError([Problem("unknown-name", name, found=reason, hint=hint) for name in lost])
     for name, numbered in destinations.items():
         names = [name if number == 1 else f"{name} ({number})" for number in range(1, len(numbered) + 1)]
         key_map[name] = [Part(target) for target in names]
@@ -178,9 +180,9 @@ def record_layouts(
             if rank in layout.rank_set:
                 views[target] = table[name][number]
     key_map = {name: to for name, to in key_map.items() if to is None or len(to) > 1}
-    if recorder is not None:
+    if resolved is not None:
         recorded = RecordedLayouts(
-            layouts, key_map, tuple(recorder.unfilled), model, views, tuple(recorder.constants), recorder.places()
+            layouts, key_map, tuple(resolved.unfilled), model, views, tuple(resolved.constants), resolved.places()
         )
         recorded.fill_constants()
         return recorded
@@ -265,11 +267,6 @@ class _Recorder(DispatchMode):
         self.weights = {name: self.without_values(value) for name, value in weights.items()}
         self.writes: dict[str, list[tuple[torch.Tensor, Any]]] = {}  # into the model, as into memories
         self.read: set[int] = set()
-        # Worked out of these at the end: what lands where, by owner.
-        self.landed: list[tuple[str, str, Landing]] = []  # owner, checkpoint tensor
-        self.constants: list[tuple[_View, Any]] = []
-        self.unfilled: list[str] = []
-        self.most_boxes = 0  # of all tensors so far and the next one
 
     def run(self, loader: Callable[[Any], object]) -> None:
         before = {name: storage_key(value) for name, value in self.held.items()}
@@ -279,7 +276,7 @@ class _Recorder(DispatchMode):
         except PlanError:
             raise
         except Exception as error:
-            self._refuse(
+            self.refuse(
                 self.current,
                 f"{type(error).__name__}: {error}",
                 "a loader is recorded on tensors that have no values, see the error above",
@@ -287,13 +284,8 @@ class _Recorder(DispatchMode):
             raise
         for name, value in _tensors(self.model).items():
             if storage_key(value) in self.memories or before.get(name, storage_key(value)) != storage_key(value):
-                self._refuse(name, "memory that the loader replaces", "copy into the parameter instead")
+                self.refuse(name, "memory that the loader replaces", "copy into the parameter instead")
         if self.problems:  # an error caught by the loader
-            raise PlanError(self.problems)
-        for owner in dict.fromkeys(self.owners.values()):
-            self.most_boxes = len(self.landed) + len(self.constants) + _MAX_BOXES * len(self.writes.get(owner, ()))
-            self._resolve(owner)
-        if self.problems:
             raise PlanError(self.problems)
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -320,10 +312,10 @@ class _Recorder(DispatchMode):
 
     def stop_at(self, found: str, hint: str) -> None:
         """Refuse an operation that needs values, even if the loader catches the error."""
-        self._refuse(self.current, found, hint)
+        self.refuse(self.current, found, hint)
         raise PlanError(self.problems)
 
-    def _refuse(self, name: str, found: str, hint: str) -> None:
+    def refuse(self, name: str, found: str, hint: str) -> None:
         self.problems.append(Problem("not-recordable", name, found=found, hint=hint))
 
     def _stop(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -331,7 +323,7 @@ class _Recorder(DispatchMode):
         names = [self.memories[key].name or "a copy of a weight" for key in keys if key in self.memories]
         names += [self.owners[key] for key in keys if key in self.owners]
         hint = "a recorded loader may view, copy, concatenate, pad and cast; compute with weights before or after it"
-        self._refuse(", ".join(dict.fromkeys(names)), str(func), hint)
+        self.refuse(", ".join(dict.fromkeys(names)), str(func), hint)
         raise PlanError(self.problems)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -474,10 +466,10 @@ class _Recorder(DispatchMode):
         """Return dim and numbers of an operator that indexes one dim by a constant list of different numbers."""
         target = args[0]
         if packet in (aten.index, aten.index_put_):
-            given = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
-            if len(given) != 1 or (packet is aten.index_put_ and len(args) > 3 and args[3]):
+            indexed = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+            if len(indexed) != 1 or (packet is aten.index_put_ and len(args) > 3 and args[3]):
                 return None
-            dim, index = given[0]
+            dim, index = indexed[0]
         else:
             dim, index = args[1] % target.dim(), args[2]
         recorded = storage_key(index) in self.memories or storage_key(index) in self.owners
@@ -503,7 +495,7 @@ class _Recorder(DispatchMode):
                 self._track(constant, writes=[(constant, value[0][1])])
                 part = constant
             parts.append(part)
-        if all(part is given for part, given in zip(parts, args[0], strict=True)):
+        if all(part is original for part, original in zip(parts, args[0], strict=True)):
             return None
         joined: torch.Tensor = self.__torch_dispatch__(packet.default, (), (parts, *args[1:]), kwargs)
         return joined
@@ -524,30 +516,68 @@ class _Recorder(DispatchMode):
         keys = set(map(storage_key, read))
         return bool(written) or not results or not all(storage_key(result) in keys for result in results)
 
-    # ---- destinations -----------------------------------------------------------------------------------------
+
+def _only_value(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
+    """Return a loader's own memory with its value before the first write, if one."""
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    with suppress(RuntimeError):  # not every dtype can be compared
+        if not flat.is_meta and flat.numel() and bool((flat == flat[0]).all()):
+            return [(flat, flat[0].item())]
+    return []
+
+
+def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the part of a padded tensor that has values, and these. Negative numbers cut off."""
+    for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = result.dim() - 1 - number
+        size = source.shape[dim] + min(before, 0) + min(after, 0)
+        source = source.narrow(dim, max(-before, 0), size)
+        result = result.narrow(dim, max(before, 0), size)
+    return result, source
+
+
+# ---- destinations ----------------------------------------------------------------------------------------------
+
+
+class _ResolvedWrites:
+    """The writes of a recorded loader, followed back to boxes of checkpoint tensors.
+
+    Attributes:
+        landed: Model's tensor, checkpoint tensor, and the box with its place.
+        constants: Views of the model that the loader fills with a number.
+        unfilled: Names of tensors that it does not fill completely.
+    """
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self.recorder = recorder
+        self.landed: list[tuple[str, str, Landing]] = []
+        self.constants: list[tuple[_View, Any]] = []
+        self.unfilled: list[str] = []
+        for owner in dict.fromkeys(recorder.owners.values()):
+            self._resolve(owner)
+        if recorder.problems:
+            raise PlanError(recorder.problems)
 
     def _resolve(self, owner: str) -> None:
         """Follow a tensor's writes back to boxes of checkpoint tensors, the last one first."""
-        held = self.held[owner]
+        recorder, held = self.recorder, self.recorder.held[owner]
+        most = len(self.landed) + len(self.constants) + _MAX_BOXES * len(recorder.writes.get(owner, ()))
         start = int(held.storage_offset())
         hidden = torch.zeros(held.untyped_storage().nbytes() // held.element_size(), dtype=torch.bool, device="cpu")
-        for target, source in reversed(self.writes.get(owner, [])):
+        for target, source in reversed(recorder.writes.get(owner, [])):
             region = hidden.as_strided(target.shape, target.stride(), target.storage_offset())
             if bool(region.all()):  # later ones have replaced it
                 continue
-            values, covered = source if isinstance(source, torch.Tensor) else target, 0
-            for origin, landing, dtypes in self._origins(owner, source, StridedCopy.of(values, target, -start)):
+            copy = StridedCopy.of(source if isinstance(source, torch.Tensor) else target, target, -start)
+            covered = 0
+            for origin, landing, dtypes in self._origins(owner, source, copy):
                 covered += prod(landing.sizes)
                 # By way of float32 or float64 nothing shorter is rounded: no float, no whole number.
-                rounded = [
-                    dtype
-                    for dtype in dtypes
-                    if dtype not in (dtypes[0], target.dtype)
-                    and not (dtype in _WIDE and dtypes[0].itemsize < dtype.itemsize)
-                ]
+                exact = {target.dtype, *dtypes[:1], *(t for t in _WIDE if dtypes and dtypes[0].itemsize < t.itemsize)}
+                rounded = [dtype for dtype in dtypes if dtype not in exact]
                 if rounded and origin != 0:
                     name = origin if isinstance(origin, str) else owner
-                    self._refuse(name, f"a cast by way of {rounded[0]}", "cast to the parameter's dtype at once")
+                    recorder.refuse(name, f"a cast by way of {rounded[0]}", "cast to the parameter's dtype at once")
                 # Of the box of a checkpoint tensor, or of a constant, what no later write has replaced.
                 seen = hidden.as_strided(landing.sizes, landing.strides, landing.offset + start)
                 for part in visible(landing, seen):
@@ -555,18 +585,18 @@ class _Recorder(DispatchMode):
                         self.landed.append((owner, origin, part))
                     else:
                         self.constants.append((_View(owner, None, *part[1:]), origin))
-                    if len(self.landed) + len(self.constants) > self.most_boxes:
-                        self._refuse(
+                    if len(self.landed) + len(self.constants) > most:
+                        recorder.refuse(
                             owner, f"more than {_MAX_BOXES} boxes", "record a loader that copies larger regions"
                         )
-                        raise PlanError(self.problems)
-            if covered != target.numel() and not self.problems:
-                self._refuse(
+                        raise PlanError(recorder.problems)
+            if covered != target.numel() and not recorder.problems:
+                recorder.refuse(
                     owner, "values that no checkpoint tensor has", "fill them in with fill_(), beside the copies"
                 )
             region.fill_(True)
-        for name, value in self.held.items():
-            if self.owners[storage_key(value)] == owner:
+        for name, value in recorder.held.items():
+            if recorder.owners[storage_key(value)] == owner:
                 marks = hidden.as_strided(value.shape, value.stride(), value.storage_offset())
                 self.unfilled += [] if bool(marks.all()) else [name]
 
@@ -576,9 +606,11 @@ class _Recorder(DispatchMode):
             sizes, strides = tuple(dim[0] for dim in copy.dims), tuple(dim[2] for dim in copy.dims)
             yield source, Landing((0,) * len(sizes), sizes, strides, copy.target), []
             return
-        memory = self.memories[storage_key(source)]
+        memory = self.recorder.memories[storage_key(source)]
         if source.dtype is not memory.dtype or source.is_conj() or source.is_neg():
-            self._refuse(memory.name or owner, f"bits read as {source.dtype}, or negated", "copy weights as they are")
+            self.recorder.refuse(
+                memory.name or owner, f"bits read as {source.dtype}, or negated", "copy weights as they are"
+            )
             return
         wanted = list(landings(copy, memory.shape))
         if memory.name is not None:
@@ -614,28 +646,11 @@ class _Recorder(DispatchMode):
 
     def places(self) -> dict[str, tuple[str, object]]:
         """Return the places in memory of all loaded or filled tensors, by every name."""
-        held = _tensors(self.model, False)
-        owners = {name: self.owners.get(storage_key(value), "") for name, value in held.items()}
-        return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in self.writes}
-
-
-def _only_value(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
-    """Return a loader's own memory with its value before the first write, if one."""
-    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    with suppress(RuntimeError):  # not every dtype can be compared
-        if not flat.is_meta and flat.numel() and bool((flat == flat[0]).all()):
-            return [(flat, flat[0].item())]
-    return []
-
-
-def _padded(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the part of a padded tensor that has values, and these. Negative numbers cut off."""
-    for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
-        dim = result.dim() - 1 - number
-        size = source.shape[dim] + min(before, 0) + min(after, 0)
-        source = source.narrow(dim, max(-before, 0), size)
-        result = result.narrow(dim, max(before, 0), size)
-    return result, source
+        held = _tensors(self.recorder.model, False)
+        owners = {name: self.recorder.owners.get(storage_key(value), "") for name, value in held.items()}
+        return {
+            name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in self.recorder.writes
+        }
 
 
 # ---- one answer for all ranks ---------------------------------------------------------------------------------

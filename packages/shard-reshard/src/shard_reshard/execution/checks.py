@@ -79,11 +79,8 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
         if hasattr(tensor, "device_mesh"):
             add("unsupported-tensor", "a DTensor", "pass its to_local(), or use redistribute()")
         elif type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
-            add(
-                "unsupported-tensor",
-                f"a {type(tensor).__qualname__}, which wraps other tensors",
-                "pass the tensors that it wraps, each by a plan of its own",
-            )
+            hint = "pass the tensors that it wraps, each by a plan of its own"
+            add("unsupported-tensor", f"a {type(tensor).__qualname__}, which wraps other tensors", hint)
         if type(tensor) not in PLAIN_TYPES and is_fake((tensor,)) and not is_fake(()):
             hint = "run the call under the FakeTensorMode too, on all ranks; or pass real tensors"
             add("no-data", "a fake tensor where no fake mode is on", hint)

@@ -344,9 +344,9 @@ class PreparedCall:
 
     def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
         """Return True if held tensors have the addresses of these; storage may have been resized."""
-        held, given = (self.src, sources) if fresh_outs else ([*self.src, *self.dst], [*sources, *outs])
-        held_at, given_at = ([tensor.data_ptr() for tensor in side] for side in (held, given))
-        return fresh_outs is self.fresh_outs and held_at == given_at
+        held, passed = (self.src, sources) if fresh_outs else ([*self.src, *self.dst], [*sources, *outs])
+        held_at, passed_at = ([tensor.data_ptr() for tensor in side] for side in (held, passed))
+        return fresh_outs is self.fresh_outs and held_at == passed_at
 
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Create the views of destinations, and of sources unless they exist."""

@@ -190,7 +190,7 @@ def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
         ) from None
     size = mesh.size(axis)
     if sum(section.size for section in info.sections) != shape[dim] or any(
-        unit < 1 or copies < 1 or length % unit or size % copies for length, unit, copies in info.sections
+        unit < 1 or copies < 1 or length % unit or size % copies for length, unit, copies, _ in info.sections
     ):
         reason = f"sections {tuple(map(tuple, info.sections))} of dim {dim} of {shape} on {size} ranks"
         hint = "sections add up to the dim, are a multiple of their unit, and copies divide the ranks of the axis"

@@ -225,14 +225,14 @@ class MeshShardMap(ShardMap):
         strides = [prod(mesh.shape[at + 1 :]) for at in range(len(mesh.shape))]
         self._axes = tuple(zip(mesh.shape, layout.specs, strides, strict=True))
         # By how much partial values, and replicas of one, are apart in the list of ranks.
-        self._partials, self._replicas = [0], [0]
+        partials, replicas = [0], [0]
         for name, (size, spec, stride) in zip(mesh.axis_names, self._axes, strict=True):
             if spec.dim is None and name in partial:
-                self._partials = [base + stride * at for base in self._partials for at in range(size)]
+                partials = [base + stride * at for base in partials for at in range(size)]
             elif spec.dim is None:
-                self._replicas = [base + stride * at for base in self._replicas for at in range(size)]
-        self.num_partials, self._owners = len(self._partials), dict[int, tuple[tuple[int, ...], ...]]()
-        self.max_replicas = len(self._replicas)
+                replicas = [base + stride * at for base in replicas for at in range(size)]
+        self.num_partials, self._owners = len(partials), dict[int, tuple[tuple[int, ...], ...]]()
+        self.max_replicas, self._distances = len(replicas), (partials, replicas)
 
     @cached_property
     def largest(self) -> int:
@@ -310,8 +310,8 @@ class MeshShardMap(ShardMap):
     def _held_by(self, flat: int) -> tuple[tuple[int, ...], ...]:
         """For each partial value, the ranks with the data of position ``flat``."""
         if flat not in self._owners:
-            ranks, replicas = self.ranks, self._replicas
-            self._owners[flat] = tuple(tuple([ranks[flat + at + to] for to in replicas]) for at in self._partials)
+            ranks, (partials, replicas) = self.ranks, self._distances
+            self._owners[flat] = tuple(tuple([ranks[flat + at + to] for to in replicas]) for at in partials)
         return self._owners[flat]
 
     def to_json(self) -> dict[str, Any]:

@@ -309,13 +309,10 @@ class PlanConsensus:
     def agree(
         self, tensors: Mapping[str, Any], call: int, problems: Sequence[Problem] = (), token: bytes = b""
     ) -> tuple[StateDictPlan, bool, tuple[bytes, ...]]:
-        """Return the plan for all ranks' metadata, or raise all problems on all; a collective.
+        """Return the plan of all ranks, True if all have prepared their tensors for it, and their tokens; a collective.
 
         Metadata travels only when a rank's changed: else 64 bytes of each rank do, with ``token`` among them. Plain
-        ``tensors`` have to be equal on all ranks that have them.
-
-        Returns:
-            The plan; True if every rank has prepared its tensors for it and has no problem; the tokens of all ranks.
+        ``tensors`` have to be equal on all ranks that have them. Problems of a rank are raised on all.
         """
         members, question, facts, digest, prepared = self.members, self.question, self.facts, self.digest, self.plan
         problems, sums = list(problems), dict[str, bytes]()
@@ -333,8 +330,7 @@ class PlanConsensus:
             lines = [f"call {call} for a state dict of {sorted(facts.sources)}"]
             gathered = all_gather_row(members, call, b"".join(own), lines)
             rows = [Row(row[:24], row[24:32], row[32:40], row[40:]) for row in gathered]
-        key = tuple(row.facts for row in rows)
-        tokens = tuple(row.token for row in rows)
+        key, tokens = tuple(row.facts for row in rows), tuple(row.token for row in rows)
         # With the layouts that the plan was made for: what has an identity alone must not be freed before the plan.
         plan, _ = schedules.of(members.group, "state dict plan").get(key, (None, None))
         if prepared is not None and self._key == key:

@@ -137,15 +137,8 @@ class LocalTargets:
             freed = [f"{name}: {where}, source" for name, tensor in sources.items() if not has_memory(tensor)]
             return problems + [Problem("no-data", name, None, None, *FREED) for name in freed]
         if strange := sorted(given.keys() - self._known.keys()) if given is not None else []:
-            problems.append(
-                Problem(
-                    "unknown-name",
-                    "state_dict",
-                    found=", ".join(map(repr, strange)),
-                    hint="leave them out, or make a resharder for a state dict that has them",
-                )
-            )
-
+            hint = "leave them out, or make a resharder for a state dict that has them"
+            problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
         metadata, full = self._known, BoxShardMap.whole
         problems += declared_mismatches(
             given or {}, lambda name: (m := metadata.get(name)) and (m.layout or full(m.shape, self.rank)), self.members

@@ -232,12 +232,8 @@ def matched_pairs(
             try:
                 if scale in sources:
                     if name in matched:
-                        raise refusal(
-                            "conflicting-arguments",
-                            name,
-                            found="a weight of two pairs",
-                            hint="write patterns that exclude one another",
-                        )
+                        hint = "write patterns that exclude one another"
+                        raise refusal("conflicting-arguments", name, found="a weight of two pairs", hint=hint)
                     block = pair.block_of(shape)
                     used = True
                     scale_axes(scale, shape, block, sources[scale][0])
@@ -322,8 +318,8 @@ def _local_tensors(
     by_rank: dict[int, tuple[LocalTensor, ...]] = {}
     for rank in layout.ranks:
         pieces: dict[int, list[Piece]] = {}
-        for piece in layout.local_pieces(rank):
-            pieces.setdefault(piece.tensor, []).append(piece)
+        for part in layout.local_pieces(rank):
+            pieces.setdefault(part.tensor, []).append(part)
         tensors = []
         for number, shape in enumerate(layout.local_shapes(rank)):
             own = pieces.get(number, [])
@@ -343,13 +339,13 @@ def _local_tensors(
 def _spans(
     name: str, layout: ShardMap, dim: int, pieces: Sequence[Piece], local: Index, block: Block, grown: bool
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """Return (start, stop, local start) of each piece along a dim, in blocks or grown, and the local size."""
+    """Return (start, stop, local start) of each part along a dim, in blocks or grown, and the local size."""
     length, size = layout.shape[dim], block[dim]
     unit = max(length, 1) if size is None else size
     scaled = unit if grown else 1
     if not pieces and grown and any(each is not None for each in block):  # nothing to quantise, and no scale
         return [(0, 0, 0)], 0
-    alike = len({(piece.start[dim], piece.stop[dim]) for piece in pieces}) <= 1
+    alike = len({(part.start[dim], part.stop[dim]) for part in pieces}) <= 1
     if size is None and (alike or not grown):  # one block: every rank has its scale, also one with an empty shard
         end = length if grown else 1
         return [(0, end, 0)] * (len(pieces) or 1), end
@@ -359,8 +355,8 @@ def _spans(
         low, high = low * scaled, min(high * scaled, length) if grown else high
         return [(low, high, 0)] * (len(pieces) or 1), high - low
     spans = []
-    for piece in pieces:  # several in one local tensor: sections of a fused weight, blocks dealt out
-        start, stop, at = piece.start[dim], piece.stop[dim], piece.local_start[dim]
+    for part in pieces:  # several in one local tensor: sections of a fused weight, blocks dealt out
+        start, stop, at = part.start[dim], part.stop[dim], part.local_start[dim]
         ends = stop % unit == 0 or (stop == length and at + stop - start == local[dim])
         if start % unit or at % unit or not ends:
             reason = f"{layout.describe()} joins {start}..{stop} of dim {dim} in one local tensor, blocks are of {unit}"
@@ -373,13 +369,13 @@ def _spans(
 def holds(outer: ShardMap, inner: ShardMap) -> bool:
     """Return True if every rank of ``inner`` has in ``outer`` what it has in ``inner``."""
     for rank in inner.ranks:
-        boxes = [(piece.start, piece.stop) for piece in outer.pieces(rank)]
-        for piece in inner.pieces(rank):
+        boxes = [(part.start, part.stop) for part in outer.pieces(rank)]
+        for part in inner.pieces(rank):
             common = 0
             for start, stop in boxes:
-                low, high = map(max, start, piece.start), map(min, stop, piece.stop)
+                low, high = map(max, start, part.start), map(min, stop, part.stop)
                 common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
-            if common < prod(b - a for a, b in zip(piece.start, piece.stop, strict=True)):
+            if common < prod(b - a for a, b in zip(part.start, part.stop, strict=True)):
                 return False
     return True
 
@@ -412,7 +408,7 @@ class Conversion(NamedTuple):
 
     def apply(self, rank: int, number: int, weight: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the result for local tensor ``number`` of a rank: the weight, and its scale if it was quantised."""
-        pieces = [piece for piece in self.layout.local_pieces(rank) if piece.tensor == number]
+        pieces = [part for part in self.layout.local_pieces(rank) if part.tensor == number]
         shape = self.layout.local_shapes(rank)[number]
         # Position of the first element in its block, where the local tensor is one box; joined boxes begin at blocks.
         alike = [len({(p.start[d], p.stop[d]) for p in pieces}) == 1 for d in range(len(shape))]

@@ -178,11 +178,11 @@ class StateDictPlan:
     def arrivals(self) -> tuple[tuple[str, ...], ...]:
         """For each bucket the results that are complete when it and the buckets before it have arrived."""
         last = {self.moves[at].target: number for number, bucket in enumerate(self.buckets) for at in bucket}
-        made = {entry.scale: name for name, entry in self.conversions.items() if entry.quantize}
+        quantised = {entry.scale: name for name, entry in self.conversions.items() if entry.quantize}
         complete: list[list[str]] = [[] for _ in self.buckets]
         for name in self.outputs:
-            needed = {made.get(name, name)}
-            needed |= {self.conversions[n].scale for n in needed & self.conversions.keys()} - made.keys()
+            needed = {quantised.get(name, name)}
+            needed |= {self.conversions[n].scale for n in needed & self.conversions.keys()} - quantised.keys()
             complete[max(last[self.aliases.get(n, n)] for n in needed)].append(name)
         return tuple(map(tuple, complete))
 
@@ -288,12 +288,12 @@ def plan_state_dict(
 
     # Layout and dtype of each destination: the caller's, or those of its tensor in `out`.
     shapes = {name: _least_shape(name, sources, by_target[name], problems) for name in sorted(by_target)}
-    given = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
+    layouts = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
     by_name = dst_layouts if isinstance(dst_layouts, Mapping) else {}
-    where = _Where(everyone, sources, shapes, given, by_name, to_group, unexpected is not None)
+    where = _Where(everyone, sources, shapes, layouts, by_name, to_group, unexpected is not None)
     if matched:
         where.pair(by_target, matched, problems)
-    located = {name for name, layout in given.items() if layout is not None} - where.scaled.keys() | where.local
+    located = {name for name, layout in layouts.items() if layout is not None} - where.scaled.keys() | where.local
     where.outs = _merge("out", [facts.outs for facts in everyone], problems, located)
     targets, fills = where.targets(by_target, strict, casts, problems)
     outputs = where.outputs(targets) if where.conversions else targets

@@ -71,11 +71,9 @@ def reshard_state_dict(
     Args:
         state_dict: A module, or FQN -> DTensor, ShardedTensor or local tensor; or a nested state dict, such as an
             optimizer's, with DCP's names for its leaves. A local tensor's layout is in ``src_layouts``, or else
-            in its ``_sharding_info``. Without either it has to be full and equal on all ranks that pass it, which is
-            checked. DTensors on separate sub-meshes of one kind (the tensor-parallel groups of data parallelism) are
-            replicas.
-        dst_layouts: Layout by destination name, one for all, or a function of name and global shape. Names left out
-            get the layout of the tensor of ``out`` (a plain one is full).
+            in its ``_sharding_info``. Without either it is full, and equal on all ranks that pass it. DTensors on
+            separate sub-meshes of one kind (the tensor-parallel groups of data parallelism) are replicas.
+        dst_layouts: Layout by name, one for all, or a function of name and shape. Else that of the tensor of ``out``.
         src_layouts: Layouts of local tensors, the same on every rank; it may name tensors missing on this rank.
         shapes: Global shapes of local tensors, if their layout has none.
         out: A module or mapping of tensors to fill in place; values are cast to its dtypes.
@@ -83,19 +81,17 @@ def reshard_state_dict(
             of all sources' global shapes by name that returns such a mapping, the same on every rank.
         bucket_bytes: Approximate buffer bytes of a rank for one exchange.
         group: The union of all ranks; None is the default group.
-        atomic: Fill ``out`` only after everything has arrived: it costs memory for one more copy, and if a sender dies
-            ``out`` keeps its old values. False fills ``out`` as tensors arrive, and the death of a sender then leaves a
-            mixture; problems found before the transfer leave ``out`` unchanged in either case.
+        atomic: Fill ``out`` after everything has arrived, with memory for one more copy: if a sender dies ``out`` keeps
+            its old values. False fills ``out`` as tensors arrive, and the death of a sender leaves a mixture.
         strict: Report elements of ``out`` without a source as a problem; False leaves these unchanged.
         check: "first" or "always", see `reshard`.
-        casts: "exact" refuses casts into ``out`` that lose a scale (float8 or int8 with a scale beside it, to floats)
-            or most values (floats to integers, bools or float8). "values" casts the numbers as they are.
+        casts: "exact" refuses casts into ``out`` that lose a scale or most values. "values" casts the numbers.
         pairs: Quantised weights and their scales, see `Pair`.
         async_op: Return a `StateDictWork`, whose buckets are waited for one by one. Problems are raised by this call.
         in_flight: With ``async_op``, how many buckets are posted ahead of the one that the caller waits for.
 
     Returns:
-        A `MovedStateDict`: the tensors of this rank by destination name, with ``.plan``. Or a `StateDictWork`.
+        The tensors of this rank by destination name, with ``.plan``; or a `StateDictWork`.
 
     Raises:
         PlanError: With the problems of all tensors of all ranks, on every rank, before any transfer.
@@ -315,10 +311,8 @@ class StateDictCalls:
     ) -> PreparedState:
         """Return a call's tensors on this rank, with all its problems; no communication."""
         here, all_problems = self.here, list(problems)
-        sources: Mapping[str, torch.Tensor] = {}
-        outs: Mapping[str, torch.Tensor] = {}
-        match, calls = Match.NONE, list[Bucket]()
-        arriving: ReceiveBuffers | None = None
+        sources, outs, match = _NOTHING
+        arriving, calls = None, list[Bucket]()
         with torch.no_grad():
             try:
                 sources, outs, match = compared or self.matched(tensors, targets)
@@ -422,6 +416,7 @@ class SyncEnd:
 
 # Local tensors of both sides of a call, and their match with guards on the last one.
 Compared = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]
+_NOTHING: Compared = {}, {}, Match.NONE
 
 
 # ---- one-shot calls -------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.cli.sources import UsageError, load_model, read_text
+from shard_spec.cli.sources import load_model, read_text
+from shard_spec.cli.usage import UsageError
 from shard_spec.estimate.cost import PRESETS, topology_preset
 from shard_spec.estimate.memory import STEP_PARTS, Memory
 from shard_spec.formatting import bytes_of
@@ -28,7 +29,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec plan``: print the plan, its costs and problems (there should be none)."""
     if not arguments.mesh:
         raise UsageError("pass --mesh, for example --mesh dp=4,tp=2")
-    model = load_model(arguments.model)
+    model = load_model(arguments.model, dequantize=arguments.dequantize)
     try:
         mesh = MeshSpec.parse(arguments.mesh)
     except PlanError as error:
@@ -44,14 +45,16 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_check(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec check``: print every problem, or else the plan's costs."""
     plan = load_plan(arguments.plan)
-    model = load_model(arguments.model)
+    model = load_model(arguments.model, dequantize=arguments.dequantize)
     return _report(plan, model, arguments, plan.validate(metadata_of(model)), [])
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec explain``: print a plan in words."""
     plan = load_plan(arguments.plan)
-    metadata = metadata_of(load_model(arguments.model)) if arguments.model else None  # rules alone have an explanation
+    metadata = (
+        metadata_of(load_model(arguments.model, dequantize=True)) if arguments.model else None
+    )  # rules alone have an explanation
     patterns = [rule.pattern for rule in plan.rules if rule.pattern is not None]
     if arguments.name and metadata is None and not any(each.matches(arguments.name) for each in patterns):
         text = "no rule names such a tensor; if the model has it, it is replicated"
@@ -65,7 +68,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 def run_diff(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec diff``: print the changes; status 1 if there are any."""
     before, after = load_plan(arguments.before), load_plan(arguments.after)
-    metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
+    metadata = metadata_of(load_model(arguments.model, dequantize=True)) if arguments.model else None
     difference = before.diff(after, metadata)
     print(difference.to_json() if arguments.json else difference)
     return 1 if difference else 0  # as in diff(1)

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from shard_spec.cli.sources import UsageError
+from shard_spec.cli.usage import UsageError
 
 _MODELS = """models:
   MODULE:FACTORY                 an importable function (or class) that makes the model, called on the meta device
@@ -103,6 +103,8 @@ def _costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures there")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, momentum, mixed-adamw, none, ...")
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
+    plain = "count plain weights where a config has a quantization_config: a model that is dequantised for training"
+    parser.add_argument("--dequantize", action="store_true", help=plain)
     parser.add_argument("--memory-limit", metavar="SIZE", help="memory one rank has, with a unit: 80GiB, 80GB, 512MiB")
     axes = "axes along which ranks see different samples, for example dp,fsdp; default: as planned, then by name"
     parser.add_argument("--data-axes", metavar="AXES", help=axes)

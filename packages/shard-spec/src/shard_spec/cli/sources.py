@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.dtypes import SAFETENSORS
 from shard_spec._shared.page import human_bytes
+from shard_spec.cli.usage import UsageError
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class UsageError(Exception):
-    """Wrong arguments; the message names the right ones."""
-
-
 _MAX_NUMEL = 1 << 58  # bytes fit in int64 for any dtype
 _MAX_NUMBER, _MAX_MODULES, _MAX_DEPTH = 1 << 40, 4096, 12
 
 
-def load_model(source: str) -> nn.Module | ModelMetadata:
+def load_model(source: str, *, dequantize: bool = False) -> nn.Module | ModelMetadata:
     """Load the model called ``source``.
+
+    Args:
+        source: As the command line names it.
+        dequantize: Ignore the ``quantization_config`` of a Hugging Face config: weights are plain.
 
     Raises:
         UsageError: If it does not exist, with the valid forms.
@@ -37,14 +38,14 @@ def load_model(source: str) -> nn.Module | ModelMetadata:
     if path.is_dir():
         for name in ("config.json", "model.safetensors.index.json", "model.safetensors"):
             if (path / name).is_file():
-                return load_model(str(path / name))
+                return load_model(str(path / name), dequantize=dequantize)
         raise UsageError(f"the folder {source} holds neither config.json nor model.safetensors")
     if source.endswith(".safetensors.index.json"):
         return _from_index(path)
     if path.suffix == ".safetensors":
         return ModelMetadata(tuple(_header(path)))
     if path.suffix == ".json":
-        return _from_config(path)
+        return _from_config(path, dequantize)
     if ":" not in source:
         raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json and no .safetensors file")
     import torch
@@ -71,7 +72,7 @@ def load_model(source: str) -> nn.Module | ModelMetadata:
     return model
 
 
-def _from_config(path: Path) -> nn.Module:
+def _from_config(path: Path, dequantize: bool) -> nn.Module:
     try:
         import transformers
     except ModuleNotFoundError:
@@ -98,11 +99,18 @@ def _from_config(path: Path) -> nn.Module:
         try:
             with torch.device("meta"):
                 model: nn.Module = make(config)
-            return model
+            break
         except Exception as error:  # as above
             failure = error  # the last one is reported
-    text = f"{type(failure).__name__}: {failure!s:.300}"
-    raise UsageError(f"{path}: transformers has no model for it: {text}")
+    else:
+        text = f"{type(failure).__name__}: {failure!s:.300}"
+        raise UsageError(f"{path}: transformers has no model for it: {text}")
+    quantization = settings.get("quantization_config")
+    if isinstance(quantization, dict) and not (dequantize or quantization.get("dequantize")):
+        from shard_spec.cli.quantized import store_quantized  # imports torch
+
+        store_quantized(path, model, quantization)
+    return model
 
 
 def _refuse_giants(path: Path, settings: Any, depth: int = 0) -> None:
@@ -159,7 +167,11 @@ def _header(path: Path) -> list[TensorMetadata]:
         if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:  # 0 sizes do not hide huge ones
             raise UsageError(f"{path}: tensor {name[:200]!r} has more elements than torch can count")
         dtype = SAFETENSORS[kind]
-        tensors.append(TensorMetadata(name, shape, dtype, requires_grad=dtype.startswith(("float", "bfloat"))))
+        # Packed values have no gradient, and neither have the scales stored beside them.
+        plain = dtype.startswith(("float", "bfloat")) and not dtype.startswith("float8")
+        of_packed = re.fullmatch(r"(.*)_(scale|scale_inv|activation_scale|input_scale)", name)
+        trains = plain and not (of_packed and kinds.get(of_packed[1], ("",))[0].startswith(("F8", "U8", "I8")))
+        tensors.append(TensorMetadata(name, shape, dtype, requires_grad=trains))
     return tensors
 
 

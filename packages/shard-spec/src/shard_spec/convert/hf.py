@@ -58,8 +58,8 @@ def from_hf_tp_plan(
     *,
     prefix: str = "",
     forward: str = "refuse",
-) -> PlanContent:
-    """Build the plan of a ``tp_plan``'s parameters; see ``ShardingPlan.from_hf_tp_plan``."""
+) -> dict[str, Any]:
+    """Return the arguments of the plan of a ``tp_plan``'s parameters; see ``ShardingPlan.from_hf_tp_plan``."""
     if forward not in ("refuse", "drop"):
         raise PlanError(Problem("invalid-argument", "forward", found=repr(forward), hint="'refuse' or 'drop'"))
     metadata = metadata_of(module)
@@ -103,7 +103,8 @@ def from_hf_tp_plan(
     unused = [Problem("unmatched-pattern", key, found=reason, hint=hint) for key in styles if key not in used]
     raise_problems(unused, "the tp_plan does not fit the model")
     buffers = [alias for tensor in metadata.buffers for alias in tensor.aliases]
-    return PlanContent(glob_rules(values, (), buffers), output or None, mesh=mesh, axis_roles={axis: "model"})
+    rules = glob_rules(values, (), buffers)
+    return {"plan": rules, "output_plan": output or None, "mesh": mesh, "axis_roles": {axis: "model"}}
 
 
 def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str = "tp") -> dict[str, str]:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Unpack
@@ -32,10 +33,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec._torch_compat import memory_of, on_every_operator
+from shard_spec._torch_compat import engine_references, memory_of, on_every_operator
 from shard_spec.estimate.autocast import Autocast
 from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
 from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
+from shard_spec.estimate.kernels import copied_operands, run_operator
 from shard_spec.estimate.roles import (
     Batch,
     expert_modules,
@@ -46,6 +48,7 @@ from shard_spec.estimate.roles import (
 )
 from shard_spec.estimate.step_options import Loss, StepOptions, policy_of
 from shard_spec.plan.axis_roles import AxisRoles
+from shard_spec.plan.metadata import original_of
 from shard_spec.plan.resolve import Resolution, resolve
 
 if TYPE_CHECKING:
@@ -99,6 +102,10 @@ def estimate_activations(
     notes = step.notes
     if step.roles.axes("expert") and expert_modules(resolution.metadata.parameters):
         notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
+    if step.flow.values.reads_routes:
+        notes.append("the forward reads a choice of topk (routing): it counts as even, experts in turn by token")
+    if any(each.stored_bytes is not None for each in resolution.metadata.parameters):
+        notes.append("quantised weights: copies that kernels dequantise for a product are not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
     if on_cpu and (dtype := options.get("dtype")):
@@ -114,6 +121,7 @@ def estimate_activations(
 
 def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> _Step:
     """Run forward, loss and backward on the meta device, and return what was recorded."""
+    module = original_of(module)
     dtype, loss, units = options.get("dtype"), options.get("loss", "causal-lm"), options.get("units")
     mesh, roles = resolution.one_mesh, resolution.axis_roles(options.get("data_axes"))
     transfers = unit_transfers(resolution, roles, options)
@@ -148,6 +156,7 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
         options.get("sync") == "last",
         *(None if policy[key] is None else getattr(torch, str(policy[key])) for key in ("param_dtype", "output_dtype")),
     )
+    engine_references()  # counted once, outside of the modes below
     with (
         _checkpointed(blocks if checkpointing else []),
         torch.enable_grad(),  # also under the caller's no_grad
@@ -157,8 +166,7 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     ):
         handles = flow.sum_experts(module, resolution)
         try:
-            own = {f"model.{name}": each for name, each in state.items()}
-            torch.func.functional_call(step, own, (arguments, named))
+            torch.func.functional_call(step, _by_place(module, state), (arguments, named), tie_weights=False)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
                 raise  # the forward's own
@@ -333,12 +341,17 @@ class _TorchFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and args[0].is_meta:
-            values = self._flow.values.of(args[0])
-            if values is None:
-                raise PlanError(needs_values(None))
+            values = self._flow.values.read(args[0])
             return func(values, *args[1:], **(kwargs or {}))
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(map(self._index, args[1]))
+        if func is torch.tensor and torch.device((kwargs or {}).get("device") or "cpu").type == "meta":
+            return self._flow.values.constant(*args, **(kwargs or {}))
+        if func is torch.empty and (kwargs or {}).get("pin_memory"):
+            return self._flow.values.on_host(func(*args, **{**(kwargs or {}), "pin_memory": False, "device": "meta"}))
+        if func is torch.Tensor.to and memory_of(args[0]) in self._flow.values.host:
+            back = func(*args, **(kwargs or {}))  # on the accelerator again, in new memory
+            return back.clone() if memory_of(back) == memory_of(args[0]) else back
         args, kwargs = self._autocast.arguments(getattr(func, "__name__", ""), args, kwargs or {})
         return (self._attention if func is self._unfused else func)(*args, **kwargs)
 
@@ -427,6 +440,9 @@ class _Values:
         self._given: dict[int, torch.Tensor] = {}  # id of an input -> that input on meta
         self._originals: list[Any] = []  # keeps ids valid: an id is free again after its input
         self._known = WeakTensorKeyDictionary()  # tensor on meta -> its values, if known
+        self.host: set[int] = set()  # memory of tensors moved off the accelerator, which nothing counts
+        self._routes = False  # a choice of experts was made up
+        self.reads_routes = False  # and the forward has read values since
 
     def inputs(self, value: Any) -> Any:
         """Move inputs to meta; integers keep their values, and integers on meta count as zeros."""
@@ -453,7 +469,50 @@ class _Values:
         """Run an operator whose result's shape depends on values, such as ``nonzero``, if they are all known."""
         if any(self.of(tensor) is None for tensor in tensors_of((args, kwargs))):
             return operator(*args, **kwargs)  # raises: the meta device has no values
-        return mapped(operator(*self._real(args), **self._real(kwargs)), self.known)
+        self.reads_routes |= self._routes
+        result = operator(*self._real(args), **self._real(kwargs))
+        return self.known(result) if isinstance(result, torch.Tensor) else mapped(result, self.known)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values that Python code asks for; unknown ones are refused with the line that asks."""
+        values = self.of(tensor)
+        if values is None:
+            raise PlanError(needs_values(None))
+        self.reads_routes |= self._routes
+        return values
+
+    def constant(self, data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **_: Any) -> Any:
+        """Return ``torch.tensor(data)`` on meta, with its values known if ``data`` has no unknown ones."""
+        if any(self.of(tensor) is None for tensor in tensors_of(data)):
+            raise PlanError(needs_values(None))
+        values = torch.tensor(self._real(data), dtype=dtype, device="cpu")
+        return self.known(values).requires_grad_(requires_grad)
+
+    def route_evenly(self, indices: torch.Tensor, dim: int, size: int) -> None:
+        """Give the indices of an unknown ``topk`` values as of even routing: experts in turn, token by token.
+
+        Args:
+            indices: Result of ``topk`` on meta.
+            dim: Dim of the choice.
+            size: Number of candidates along ``dim``.
+        """
+        if self.of(indices) is None and indices.dim() and indices.numel() <= _MAX_VALUES:
+            shape = indices.movedim(dim, -1).shape
+            self._known[indices] = (torch.arange(indices.numel()) % size).view(shape).movedim(-1, dim)
+            self._routes = True
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Mark a tensor on meta as one in the host's memory."""
+        self.host.add(memory := memory_of(tensor))
+        weakref.finalize(tensor.untyped_storage(), self.host.discard, memory).atexit = False
+        return tensor
+
+    def to_host(self, tensor: torch.Tensor, kwargs: Any) -> torch.Tensor:
+        """Copy a tensor to the CPU: as its values if they are known, or else as an uncounted one on meta."""
+        values = self.of(tensor)
+        if values is not None:
+            return torch.ops.aten._to_copy.default(values, **kwargs)  # type: ignore[no-any-return]  # untyped
+        return self.on_host(torch.empty_like(tensor, dtype=kwargs.get("dtype") or tensor.dtype))
 
     def known(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor on meta whose values are known."""
@@ -474,7 +533,9 @@ class _Values:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a tensor. Tensors off meta are constants of the forward, such as index lists."""
-        return self._known.get(tensor) if tensor.is_meta else tensor
+        if tensor.is_meta:
+            return self._known.get(tensor)
+        return None if memory_of(tensor) in self.host else tensor
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -511,25 +572,35 @@ class _Flow:
         return size
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operator and record its results."""
+        """Run one operator, and record its results beside the copies that its kernel makes of operands."""
+        copies = []
+        for each in copied_operands(operator, args):
+            shards = prod(self._axes[axis] for axis in self._cut.get(memory_of(each), ()))
+            copies.append(self.timeline.allocate(-(-each.numel() * each.itemsize // shards)))
+        result = self._observe(operator, args, kwargs)
+        for copy in copies:
+            self.timeline.free(copy)
+        return result
+
+    def _observe(self, operator: Any, args: Any, kwargs: Any) -> Any:
         if operator is torch.ops.aten._local_scalar_dense.default:  # item(): python code branches on it
-            value = self.values.of(args[0])
-            if value is None:
-                raise PlanError(needs_values(None))
-            return value.item()
+            return self.values.read(args[0]).item()
+        if operator is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            return self.values.to_host(args[0], kwargs)
+        if operator is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return (
+                args[0].copy_(values)
+                if (values := self.values.of(args[1])) is not None
+                else self.values.on_host(args[0])
+            )
         if operator in _INDEXING:
             args = args[0], self.values.positions(args[1]), *args[2:]
-        if operator is torch.ops.aten.clone.default and args[0].layout == torch.sparse_coo:
-            return args[0].detach()  # a real step keeps a sparse gradient as it is; on meta a clone would lose its size
-        if operator is torch.ops.aten._grouped_mm.default:
-            # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
-            halves = (each.to(torch.bfloat16) for each in args[:2])
-            result = operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
-        elif torch.Tag.dynamic_output_shape in operator.tags and operator not in _INDEXING:
-            result = self.values.of_some_shape(operator, args, kwargs)
-        else:
-            result = operator(*args, **kwargs)
+        by_values = torch.Tag.dynamic_output_shape in operator.tags and operator not in _INDEXING
+        result = (self.values.of_some_shape if by_values else run_operator)(operator, args, kwargs)
         self.values.follow(operator, args, kwargs, result)
+        if operator is torch.ops.aten.topk.default:
+            dim = args[2] if len(args) > 2 else -1
+            self.values.route_evenly(result[1], dim, args[0].shape[dim] if args[0].dim() else 1)
         # Views of weights and inputs are no new results.
         results = [
             each
@@ -537,6 +608,7 @@ class _Flow:
             if each.is_meta
             and (memory := memory_of(each)) not in self.weights
             and memory not in self.values.given_memory
+            and memory not in self.values.host
         ]
         if not results:
             return result
@@ -646,6 +718,22 @@ class _Flow:
                 del self.alive[memory], self._cut[memory]
 
         weakref.finalize(storage, free).atexit = False  # no work at interpreter exit
+
+
+def _by_place(module: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors on meta by each place of ``module`` under the attribute ``model``.
+
+    A tied parameter has several places. A module with several names has its places once: restored twice,
+    `functional_call` would leave the model with the tensors on meta.
+    """
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    by_tensor = {id(tensor): state[name] for name, tensor in named.items()}
+    places = {}
+    for path, owner in module.named_modules():
+        for leaf, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                places[".".join(filter(None, ("model", path, leaf)))] = by_tensor[id(tensor)]
+    return places
 
 
 def _meta_state(

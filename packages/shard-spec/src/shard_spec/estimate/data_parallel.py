@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.fully_shard import UnitBytes
@@ -117,8 +116,8 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
                 if mesh.axis_size(axis) == 1 or (axis in stays and role(tensor, layout, axis) != "whole"):
                     continue
                 trains, is_whole = tensor.requires_grad and tensor.is_floating, role(tensor, layout, axis) == "whole"
-                size = numel * (ITEM_BYTES[compute] if compute and tensor.is_floating else tensor.item_bytes)
-                reduced = numel * (ITEM_BYTES[reduce] if reduce and tensor.is_floating else tensor.item_bytes)
+                size = tensor.bytes_of(numel, compute)
+                reduced = tensor.bytes_of(numel, reduce)
                 if is_whole and trains and not tensor.sparse_grad:
                     sums[axis, "all_reduce", "gradients"] = sums.get((axis, "all_reduce", "gradients"), 0) + reduced
                 if is_whole:
@@ -151,8 +150,7 @@ def unit_bytes(
         trained = [each for each in members[unit] if each.requires_grad and each.name in resolution.layouts]
         shards = 0
         for tensor in trained:
-            item = ITEM_BYTES[dtype] if dtype and tensor.is_floating else tensor.item_bytes
             layout = resolution.layouts[tensor.name]
-            shards += item * prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape))
+            shards += tensor.bytes_of(prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape)), dtype)
         sizes[unit] = UnitBytes(full[unit, "all_gather"], full.get((unit, "reduce_scatter"), 0), shards)
     return sizes

@@ -117,7 +117,8 @@ class Memory:
         sizes["gradients to come"] = tuple(-round(to_come * size) for size in self.parts["gradients"])
         sizes["DDP buckets"] = tuple(size * buckets for size in self.parts["gradients"])
         # Sparse gradients are among the activations of a step.
-        more: dict[str, Any] = {"notes": estimate.notes, "assumptions": estimate.assumptions}
+        kept = tuple(note for note in self.notes if "sparse tables" not in note)
+        more: dict[str, Any] = {"notes": (*kept, *estimate.notes), "assumptions": estimate.assumptions}
         return replace(self, parts={**self.parts, **sizes}, moment=moment, **more)
 
     def verdict(self, limit: int | str) -> str:
@@ -195,7 +196,7 @@ class MemorySettings:
     def bytes_of(self, tensor: TensorMetadata, state: OptimizerState, local: tuple[int, ...]) -> LocalBytes:
         """Return the bytes for a shard of shape ``local`` of ``tensor``."""
         dtype, numel = self.dtype_of(tensor), prod(local)
-        own = numel * ITEM_BYTES[dtype]
+        own = tensor.bytes_of(numel, self.dtype)
         if tensor.kind == "buffer":
             return LocalBytes({"buffers": own})  # no gradient, no state
         num_bytes = {"parameters": own}
@@ -252,8 +253,14 @@ def memory_of(
             steps[at] = steps[at][0] + sizes.step * count, max(steps[at][1], sizes.loop)
     parts = {part: tuple(values) for part, values in sums.items()}
     more: dict[str, Any] = {"_resolution": resolution, "_settings": settings, "_steps": tuple(steps)}
+    packed = [tensor for tensor in resolution.metadata.parameters if tensor.stored_bytes is not None]
+    lines = []
+    if packed:
+        bits = 8 * sum(each.bytes_of(each.numel) for each in packed) / sum(each.numel for each in packed)
+        lines.append(f"{len(packed)} quantised weights count as stored, {bits:.2f} bits an element, and frozen")
     sparse = [tensor.name for tensor in resolution.metadata.parameters if tensor.sparse_grad and grads is not False]
     if sparse:
         line = f"not counted: gradients of sparse tables ({', '.join(sparse[:3])}{', ...' if len(sparse) > 3 else ''})"
-        more["notes"] = (f"{line}: they are as large as the rows that a batch looks up",)
+        lines.append(f"{line}: they are as large as the rows that a batch looks up")
+    more["notes"] = tuple(lines)
     return Memory(ranks, parts, choice.name, tuple(resolution.sharders), **more)

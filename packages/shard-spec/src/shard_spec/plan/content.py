@@ -1,4 +1,4 @@
-"""PlanContent: the data of a sharding plan, base of `ShardingPlan`."""
+"""PlanContent: the data of a sharding plan with its digest and JSON, base of `ShardingPlan`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from shard_spec._shared.patterns import Pattern
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.axis_roles import role_problems
-from shard_spec.plan.serialize import digest_text
+from shard_spec.plan.read import from_dict, from_json
+from shard_spec.plan.serialize import FORMAT, VERSION, dump, items, mesh_document
 from shard_spec.plan.values import PlanValue, is_sharder, is_spec, to_layout
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ class PlanContent:
         axis_roles: Mapping[str, str] | None = None,
     ) -> None:
         tables = ("plan", plan, "pattern to layout"), ("output_plan", output_plan, "module FQN to layout")
-        for name, value, items in (*tables, ("axis_roles", axis_roles, "axis to role")):
+        for name, value, content in (*tables, ("axis_roles", axis_roles, "axis to role")):
             if not isinstance(value, Mapping) and (name == "plan" or value is not None):
-                raise TypeError(f"ShardingPlan: {name} is a mapping from {items}, not {type(value).__qualname__}")
+                raise TypeError(f"ShardingPlan: {name} is a mapping from {content}, not {type(value).__qualname__}")
         if isinstance(return_local_tensor, str):  # tuple() would split it into letters
             raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
         object.__setattr__(self, "plan", MappingProxyType(dict(plan)))
@@ -105,7 +106,7 @@ class PlanContent:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlanContent):
             return NotImplemented
-        if digest_text(self) != digest_text(other):  # canonical form: rules sorted, layouts as text
+        if self.document() != other.document():  # canonical form: rules sorted, layouts as text
             return False
         # Sharders are code; the digest covers their class only.
         return all(bool(value == other.plan[key]) for key, value in self.plan.items() if is_sharder(value))
@@ -144,12 +145,57 @@ class PlanContent:
         of_rules = (problem for rule in self.rules for problem in rule.problems)
         return (*of_rules, *role_problems(self.axis_roles, self.mesh))
 
+    def document(self, problems: list[Problem] | None = None) -> dict[str, Any]:
+        """Return this plan as values; a rule without a file form stands as its class, and is added to ``problems``."""
+        problems = [] if problems is None else problems
+        local = self.return_local_tensor
+        document: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "mesh": None if self.mesh is None else mesh_document(self.mesh),
+            "strict": self.strict,
+            "rules": items(self.plan, self.mesh, problems),
+            "output_plan": None if self.output_plan is None else items(self.output_plan, self.mesh, problems),
+            "return_local_tensor": None if local is None else list(local),
+        }
+        return document | ({"axis_roles": [list(item) for item in self.axis_roles.items()]} if self.axis_roles else {})
+
     @property
     def digest(self) -> str:
         """Hash of the content, equal in every process. Specs count by their shards, Sharders by their class."""
-        return hashlib.sha256(digest_text(self).encode()).hexdigest()
+        return hashlib.sha256(dump(self.document()).encode()).hexdigest()
 
-    def on_mesh(self, mesh: MeshSpec) -> PlanContent:
-        """Return the same rules on another mesh, as data only."""
-        more: dict[str, Any] = {"strict": self.strict, "axis_roles": self.axis_roles}
-        return PlanContent(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, **more)
+    def to_json(self) -> str:
+        """Return this plan as JSON; equal plans give equal bytes.
+
+        Raises:
+            PlanError: ``invalid-plan`` for each rule without a file form.
+        """
+        problems: list[Problem] = []  # all of them in one error
+        document = self.document(problems)
+        raise_problems(problems, "the plan cannot be written")
+        return dump(document)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Parse the output of :meth:`to_json`; safe on untrusted files.
+
+        Raises:
+            PlanError: ``invalid-plan``.
+        """
+        return cls(**from_json(text))
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Self:
+        """Parse the document of :meth:`to_json` as values, for example ``yaml.safe_load(text)``.
+
+        Rules and axes may be mappings; null keys may be left out.
+
+        Raises:
+            PlanError: ``invalid-plan``.
+        """
+        return cls(**from_dict(document))
+
+    def on_mesh(self, mesh: MeshSpec) -> Self:
+        """Return the same rules on another mesh."""
+        return type(self)(**{**self.__getstate__(), "mesh": mesh})

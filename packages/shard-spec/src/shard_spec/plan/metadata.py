@@ -37,6 +37,7 @@ class TensorMetadata:
         module_type: Class name of its module, ``"Linear"`` and ``"Embedding"`` for subclasses of torch's too; ``""`` if
             unknown.
         sparse_grad: True if its gradient is sparse, as that of ``nn.Embedding(sparse=True)``: only rows looked up.
+        stored_bytes: Bytes of a quantised weight, packed values and scales together; None for a plain tensor.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TensorMetadata:
     aliases: tuple[str, ...] = ()
     module_type: str = ""
     sparse_grad: bool = False
+    stored_bytes: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -55,10 +57,16 @@ class TensorMetadata:
             hint = f"one of {', '.join(ITEM_BYTES)}"
             raise PlanError(Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=hint))
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return ITEM_BYTES[self.dtype]
+    def bytes_of(self, numel: int, dtype: str | None = None) -> int:
+        """Return the bytes of ``numel`` elements.
+
+        Args:
+            numel: Number of elements, at most that of the tensor.
+            dtype: Dtype of floating tensors after a conversion; a quantised weight keeps its packed form.
+        """
+        if self.stored_bytes is not None:
+            return -(-self.stored_bytes * numel // max(self.numel, 1))
+        return numel * ITEM_BYTES[dtype if dtype and self.is_floating else self.dtype]
 
     @property
     def is_floating(self) -> bool:
@@ -107,6 +115,12 @@ class ModelMetadata:
         return cls(tuple(TensorMetadata(name, tuple(shape), dtype) for name, shape in shapes.items()))
 
 
+def original_of(model: nn.Module) -> nn.Module:
+    """Return the model that ``torch.compile`` wrapped: its names are those of a plan. Other modules pass unchanged."""
+    original = getattr(model, "_orig_mod", None) if type(model).__name__ == "OptimizedModule" else None
+    return model if original is None else original
+
+
 def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
     """Read the metadata of ``model``; ``ModelMetadata`` is returned as it is.
 
@@ -122,6 +136,7 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"a plan is about an nn.Module or ModelMetadata, not {type(model).__qualname__}")
+    model = original_of(model)
     seen: dict[int, tuple[Any, str, list[str], str, bool]] = {}  # by id: tensor, kind, names, class of module, sparse
     modules: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):  # every name of tied modules
@@ -142,7 +157,8 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
             problems.append(Problem("uninitialized-parameter", names[0], found="its shape is not known yet", hint=hint))
             continue
         shape, dtype, grad = global_shape(tensor), str(tensor.dtype).removeprefix("torch."), bool(tensor.requires_grad)
-        metadata.append(TensorMetadata(names[0], shape, dtype, kind, grad, tuple(names), class_name, sparse))
+        stored = getattr(tensor, "stored_bytes", None)
+        metadata.append(TensorMetadata(names[0], shape, dtype, kind, grad, tuple(names), class_name, sparse, stored))
     return ModelMetadata(tuple(metadata), modules, tuple(problems))
 
 

@@ -1,4 +1,4 @@
-"""Read untrusted plan files as data: checked at each step, nothing executed or imported."""
+"""Read untrusted plan files as arguments of a plan: checked at each step, nothing executed or imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.text import parse_placement, split_items
 from shard_spec.plan.axis_roles import role_problems
-from shard_spec.plan.content import PlanContent
 from shard_spec.plan.serialize import FORMAT, VERSION
 from shard_spec.plan.untrusted_input import json_values
 
@@ -17,7 +16,7 @@ MAX_RULES = 1_000_000
 _KEYS = {"format", "version", "mesh", "strict", "rules", "output_plan", "return_local_tensor"}
 
 
-def from_json(text: str | bytes) -> PlanContent:
+def from_json(text: str | bytes) -> dict[str, Any]:
     """Read the output of `to_json` as data: nothing is executed or imported by name.
 
     All else raises ``invalid-plan``. Rules that do not match the model are accepted; ``validate`` lists them.
@@ -29,7 +28,7 @@ def from_json(text: str | bytes) -> PlanContent:
     return from_document(document)
 
 
-def from_dict(document: Any) -> PlanContent:
+def from_dict(document: Any) -> dict[str, Any]:
     """Read the document of `to_json` as values, also in handwritten form; see ``ShardingPlan.from_dict``."""
     if not isinstance(document, dict):
         return from_document(document)
@@ -43,7 +42,7 @@ def from_dict(document: Any) -> PlanContent:
     return from_document(full)
 
 
-def from_document(document: Any) -> PlanContent:
+def from_document(document: Any) -> dict[str, Any]:
     """Read a document made of plain JSON types."""
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise _bad(f"no object with 'format': '{FORMAT}'")
@@ -81,7 +80,8 @@ def from_document(document: Any) -> PlanContent:
     if len(roles) != len({axis for axis, _ in roles}):
         raise _bad("'axis_roles' names an axis twice")
     raise_problems(role_problems(dict(roles), mesh), "the file holds roles that cannot be read")
-    return PlanContent(rules, outputs, local, mesh=mesh, strict=strict, axis_roles=dict(roles))
+    content = {"plan": rules, "output_plan": outputs, "return_local_tensor": local}
+    return {**content, "mesh": mesh, "strict": strict, "axis_roles": dict(roles)}
 
 
 def _read_items(name: str, items: Any) -> dict[str, Any]:

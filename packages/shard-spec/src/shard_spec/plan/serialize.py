@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import placement_spec
@@ -28,38 +28,8 @@ from shard_spec.layout.text import parse_placement
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
 from shard_spec.specs.base import as_spec
 
-if TYPE_CHECKING:
-    from shard_spec.plan.content import PlanContent  # a higher layer: its digest hashes this document
-
 FORMAT = "shard-spec/plan"
 VERSION = 1
-
-
-def to_json(plan: PlanContent) -> str:
-    """Return the plan as JSON; equal plans give equal bytes. Rules without a file form raise ``invalid-plan``."""
-    problems: list[Problem] = []  # all of them in one error
-    document = _document(plan, problems)
-    raise_problems(problems, "the plan cannot be written")
-    return dump(document)
-
-
-def digest_text(plan: PlanContent) -> str:
-    """Return the text hashed by a plan's digest: its document; values without a file form count by class."""
-    return dump(_document(plan, []))
-
-
-def _document(plan: PlanContent, problems: list[Problem]) -> dict[str, Any]:
-    output = plan.output_plan
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "mesh": None if plan.mesh is None else _mesh_document(plan.mesh),
-        "strict": plan.strict,
-        "rules": _items(plan.plan, plan.mesh, problems),
-        "output_plan": None if output is None else _items(output, plan.mesh, problems),
-        "return_local_tensor": None if plan.return_local_tensor is None else list(plan.return_local_tensor),
-    }
-    return document | ({"axis_roles": [list(item) for item in plan.axis_roles.items()]} if plan.axis_roles else {})
 
 
 def dump(document: Mapping[str, Any]) -> str:
@@ -74,11 +44,13 @@ def dump(document: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _items(table: Mapping[str, PlanValue], mesh: MeshSpec | None, problems: list[Problem]) -> list[list[Any]]:
+def items(table: Mapping[str, PlanValue], mesh: MeshSpec | None, problems: list[Problem]) -> list[list[Any]]:
+    """Return the rules of a table, sorted; a rule without a file form is added to ``problems``."""
     return [[key, _value_document(key, table[key], mesh, problems)] for key in sorted(table, key=str)]
 
 
-def _mesh_document(mesh: MeshSpec) -> dict[str, Any]:
+def mesh_document(mesh: MeshSpec) -> dict[str, Any]:
+    """Return a mesh as values."""
     axes = [[name, size] for name, size in mesh.axes.items()]
     ranks = None if mesh.rank_list is None else list(mesh.rank_list)
     return {"axes": axes, "ranks": ranks}
@@ -90,7 +62,7 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
         problems.append(Problem("invalid-plan", repr(key), found=reason, hint="use text"))
         key = repr(key)  # goes on, to report all problems
     if isinstance(value, Layout):  # the mesh is stored if it is not the plan's
-        return str(value) if value.mesh == mesh else {"layout": str(value), "mesh": _mesh_document(value.mesh)}
+        return str(value) if value.mesh == mesh else {"layout": str(value), "mesh": mesh_document(value.mesh)}
     if is_spec(value) or is_sharder(value):  # what stands for them is for the digest alone
         value = as_spec(value) or value
         name = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -11,7 +11,6 @@ from shard_spec.estimate.memory import memory_of
 from shard_spec.formatting import Table
 from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import resolve
-from shard_spec.plan.serialize import _document
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,7 +70,7 @@ class PlanDiff:
 
 def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelMetadata | None = None) -> PlanDiff:
     """Return the changes from ``plan`` to ``other``; see ``ShardingPlan.diff``."""
-    before, after = _document(plan, []), _document(other, [])
+    before, after = plan.document(), other.document()
     settings = tuple(
         Change(key, json.dumps(before[key]), json.dumps(after[key]))
         for key in ("mesh", "strict", "output_plan", "return_local_tensor")

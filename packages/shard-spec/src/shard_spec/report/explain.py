@@ -76,7 +76,7 @@ def _explain_tensor(found: Resolution, name: str) -> str:
         hint = near_names(name, names, "give its fully qualified name")
         text = "the model has no such parameter or buffer"
         raise PlanError(Problem("unknown-name", name, found=text, hint=hint)) from None
-    size = human_bytes(tensor.numel * tensor.item_bytes)
+    size = human_bytes(tensor.bytes_of(tensor.numel))
     lines = [f"{name}: {tensor.kind}, global shape {list(tensor.shape)}, {tensor.dtype}, {size}"]
     if len(tensor.aliases) > 1:
         lines.append(f"tied: {' = '.join(tensor.aliases)}")

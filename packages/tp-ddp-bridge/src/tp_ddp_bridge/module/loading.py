@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tp_ddp_bridge.layout import Layout
+
+_assigned: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+"""Leaf replaced by ``assign=True`` -> its new leaf, for the other names of a tie."""
 
 
 def leaf_of(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -79,13 +83,12 @@ class ShardingStateDict(dict[str, Any]):
             after = self.module._parameters.get(name)
             if after is None or after is before or isinstance(after, DTensor):
                 continue
-            tied = before.__dict__.get("_dp_assigned")
-            if tied is None:
-                before.__dict__["_dp_assigned"] = after
+            tied = _assigned.setdefault(before, after)
+            if tied is after:
                 continue
             with torch.no_grad():
                 tied.copy_(after)
-            self.module._parameters.update({name: tied})  # not refused as a copy of the present one
+            self.module._parameters.update({name: cast(nn.Parameter, tied)})  # not refused as a copy of the present one
 
 
 @contextmanager

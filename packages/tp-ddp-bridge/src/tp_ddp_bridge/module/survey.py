@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_ddp_bridge._shared.problems import Problem
 from tp_ddp_bridge._torch_compat import WEIGHT_NORMS, default_axis_order, local_of, torch_bridged
 from tp_ddp_bridge.layout import Layout, is_replicated_tag, layout_of
-from tp_ddp_bridge.module.view import View
+from tp_ddp_bridge.module.view import BridgedModule, View, views_of
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ def survey(module: nn.Module) -> Survey:
     meshes: list[DeviceMesh] = []
     plain: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, owner in module.named_modules():
-        views: dict[str, View] = owner.__dict__.get("_dp_views", {})  # of an earlier bridge
+        views: dict[str, View] = views_of(owner)  # of an earlier bridge
         tables = {"parameter": owner._parameters, "buffer": owner._buffers}
         for kind, name, tensor in ((kind, *item) for kind, table in tables.items() for item in table.items()):
             if tensor is None:
@@ -96,7 +96,7 @@ def survey(module: nn.Module) -> Survey:
 
 def _module_problems(module: nn.Module) -> Iterator[Problem]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # if not imported, no module is one of its
-    is_bridged = any("_dp_views" in part.__dict__ for part in module.modules())
+    is_bridged = any(isinstance(part, BridgedModule) for part in module.modules())
     for name, submodule in module.named_modules():
         if isinstance(submodule, DistributedDataParallel):
             hint = "pass its .module; a model is bridged before DDP wraps it"

@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from tp_ddp_bridge._shared.norms import BRIDGED
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale, mark_stale
 from tp_ddp_bridge._torch_compat import GRAD_HOOKS, local_of
-from tp_ddp_bridge.layout import LEAF_TAGS, Layout, is_local_shard, untag_replicated
+from tp_ddp_bridge.layout import LEAF_TAGS, Layout, as_plain, is_local_shard, untag_replicated
 from tp_ddp_bridge.module.survey import Survey, SurveyedTensor, survey
 from tp_ddp_bridge.module.view import (
+    Bridge,
     BridgedModule,
     GradHooks,
     LeafTable,
@@ -105,10 +107,11 @@ def _make_root(module: nn.Module, surveyed: Survey) -> None:
         set_views(module, {})
     if not surveyed.meshes:
         return
-    if "_dp_replicated_on" not in module.__dict__:
+    bridge: Bridge = module.__dict__[BRIDGED]
+    if bridge.replicated_on is None:
         module.register_load_state_dict_post_hook(tag_all)  # `assign=True` registers new parameters
     mesh = max(surveyed.meshes, key=lambda mesh: mesh.size())
-    module.__dict__["_dp_replicated_on"] = Layout(mesh, (Replicate(),) * mesh.ndim, torch.Size(), ())
+    bridge.replicated_on = Layout(mesh, (Replicate(),) * mesh.ndim, torch.Size(), ())
     tag_all(module)
     for submodule in module.modules():
         if submodule._parameters:
@@ -149,6 +152,7 @@ def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer 
 def _unbridge(surveyed: SurveyedTensor) -> None:
     """Exchange one leaf for its DTensor, under all its names."""
     leaf, layout = surveyed.tensor, surveyed.layout
+    as_plain([leaf])
     dtensor: torch.Tensor = layout.wrap(leaf)  # the same memory
     if surveyed.kind == "parameter":
         dtensor = nn.Parameter(dtensor, requires_grad=leaf.requires_grad)

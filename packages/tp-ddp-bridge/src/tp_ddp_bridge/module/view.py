@@ -24,23 +24,27 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_ddp_bridge._shared.dtensor import as_dtensor
+from tp_ddp_bridge._shared.norms import BRIDGED
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge._torch_compat import (
     GRAD_HOOKS,
     POST_ACCUMULATE_HOOKS,
     DTensorSpec,
+    Function,
+    is_transformed,
     local_of,
     make_spec,
     top_saved_tensors_hooks,
+    without_overrides,
     wrap,
 )
-from tp_ddp_bridge.layout import Layout, bridge_tag, is_local_shard, tag_leaf, tag_replicated
+from tp_ddp_bridge.layout import Layout, as_plain, bridge_tag, is_local_shard, tag_leaf, tag_replicated
 from tp_ddp_bridge.module.loading import ShardingStateDict, leaf_of, run_pre_hooks_first
 
 # ---- reading a leaf ------------------------------------------------------------------------------------------------
 
 
-class AsDTensor(torch.autograd.Function):
+class AsDTensor(Function):
     """``leaf -> DTensor``; backward gives DDP's reducer a plain tensor, already waited for.
 
     The public ``DTensor.from_local`` computes the same in twice the time; it is used under ``torch.compile``.
@@ -49,9 +53,9 @@ class AsDTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, spec: DTensorSpec) -> DTensor:
         """Wrap an alias of ``leaf``, in the same memory."""
-        ctx.of = (spec, leaf, leaf._version)
+        ctx.of = (spec, leaf, leaf._version)  # attributes of a leaf are slow outside of `without_overrides`
         ctx.set_materialize_grads(False)  # None for an unused view
-        return wrap(leaf.view_as(leaf), spec, requires_grad=True)
+        return wrap(leaf.detach(), spec, requires_grad=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, None]:
@@ -60,11 +64,13 @@ class AsDTensor(torch.autograd.Function):
         if grad is None:
             return None, None
         spec, leaf, version = ctx.of
-        if leaf._version != version:
+        with without_overrides():
+            present = leaf._version
+        if present != version:
             # A view has its own version counter, so autograd cannot see that its saved values were overwritten.
             raise RuntimeError(
                 f"a parameter of local shape {tuple(leaf.shape)} was changed in place between forward and backward "
-                f"(by an optimizer step, or by loading), version {version} -> {leaf._version}: its gradient would be "
+                f"(by an optimizer step, or by loading), version {version} -> {present}: its gradient would be "
                 "wrong. Run backward before the step"
             )
         if grad.placements != spec.placements:
@@ -134,7 +140,9 @@ class View:
         """Return a new view of ``leaf`` in the current grad mode."""
         spec = self._specs.get((leaf.dtype, leaf.device)) or self._spec_for(leaf)
         if leaf.requires_grad and torch.is_grad_enabled():
-            view: DTensor = AsDTensor.apply(leaf, spec)  # type: ignore[no-untyped-call]  # torch's stub
+            if is_transformed():
+                raise RuntimeError(f"{self.kind} {self.name!r}: torch.func's transforms take no DTensors; use autograd")
+            view: DTensor = AsDTensor.apply(leaf, spec)  # type: ignore[attr-defined]  # torch's stub
         else:
             view = wrap(leaf.detach(), spec, requires_grad=False)
         if self.kind == "parameter":
@@ -217,11 +225,12 @@ def _read(name: str, self: nn.Module) -> Any:
         if name in self._parameters or name in self._buffers:
             return None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-    view: View = self.__dict__["_dp_views"][name]
-    if torch.compiler.is_compiling():
-        return view.read(value)
+    view: View = self.__dict__[BRIDGED].views[name]
     try:
-        dtensor: Any = view.read(value)
+        with without_overrides():  # of the leaf's class
+            if torch.compiler.is_compiling():
+                return view.read(value)
+            dtensor: Any = view.read(value)
     except AttributeError as error:
         # nn.Module.__getattr__ would answer an AttributeError with the plain local leaf: a silently wrong shape.
         raise RuntimeError(f"{view.kind} {view.name!r} could not be read as a DTensor: {error}") from error
@@ -256,7 +265,7 @@ class LeafTable(dict[str, Any]):
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        if isinstance(self[name], nn.Parameter) and hasattr(self[name], "_dp_leaf"):
+        if isinstance(self[name], nn.Parameter) and type(bridge_tag(self[name])) is Layout:
             raise RuntimeError(
                 f"parameter {name!r} is a local leaf of the data-parallel bridge, and weight_norm and its kin cannot "
                 "replace it: call them before bridging, or undo_dp_transform(module) first"
@@ -264,14 +273,33 @@ class LeafTable(dict[str, Any]):
         super().__delitem__(name)
 
 
+@dataclass(eq=False)
+class Bridge:
+    """``_bridge`` of a module with leaves, and of a root.
+
+    Attributes:
+        views: Attribute name -> View, of the module's own leaves.
+        replicated_on: Of a root, the layout of plain parameters below it without their shape.
+    """
+
+    views: dict[str, View] = field(default_factory=dict)
+    replicated_on: Layout | None = None
+
+
+def views_of(module: nn.Module) -> dict[str, View]:
+    """Return the views of a module by attribute name; none of a module that is not bridged."""
+    bridge: Bridge | None = module.__dict__.get(BRIDGED)
+    return {} if bridge is None else bridge.views
+
+
 class BridgedModule:
     """Mixin of every class from ``view_class``.
 
-    Instances hold ``_dp_views``: attribute name -> View; roots hold ``_dp_replicated_on`` as well. No ``__slots__``:
-    ``__class__`` can only be assigned between classes whose instances have the same memory layout.
+    Instances hold ``_bridge``, a ``Bridge``. No ``__slots__``: ``__class__`` can only be assigned between classes whose
+    instances have the same memory layout.
     """
 
-    _dp_views: dict[str, View]
+    _bridge: Bridge
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; the outermost call reads each leaf once."""
@@ -285,7 +313,7 @@ class BridgedModule:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign as torch does; a buffer takes this rank's shard of a DTensor."""
-        view = self._dp_views.get(name)
+        view = self._bridge.views.get(name)
         if view is not None and isinstance(value, torch.Tensor) and name in vars(self)["_buffers"]:
             if not isinstance(value, DTensor):
                 raise TypeError(
@@ -299,14 +327,17 @@ class BridgedModule:
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Apply ``.to()`` and its kin to the leaves; replacements of leaves get their tags."""
-        super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module._apply
-        tag_all(cast(nn.Module, self))
+        as_plain(self._parameters.values())  # type: ignore[attr-defined]  # of the module
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module._apply
+        finally:
+            tag_all(cast(nn.Module, self))
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Write DTensors of global shape in place of leaves; communicates nothing."""
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]  # nn.Module's
-        for name, view in self._dp_views.items():
+        for name, view in self._bridge.views.items():
             saved = destination.get(prefix + name)
             if isinstance(saved, torch.Tensor) and not isinstance(saved, DTensor):
                 destination[prefix + name] = view.read(saved) if keep_vars else view.layout.wrap(saved)
@@ -323,12 +354,12 @@ class BridgedModule:
     ) -> None:
         """Read DTensors of any layout, or full tensors, into the leaves."""
         rest = (prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if not self._dp_views:
+        if not self._bridge.views:
             super()._load_from_state_dict(state_dict, *rest)  # type: ignore[misc]  # nn.Module's
             return
         module = cast(nn.Module, self)
         with run_pre_hooks_first(module, state_dict, *rest):
-            layouts = {name: view.layout for name, view in self._dp_views.items()}
+            layouts = {name: view.layout for name, view in self._bridge.views.items()}
             sharding = ShardingStateDict(module, layouts, state_dict, prefix, local_metadata, error_msgs)
             super()._load_from_state_dict(sharding, *rest)  # type: ignore[misc]  # nn.Module's
         sharding.finish()
@@ -347,14 +378,14 @@ class BridgedModule:
                 f"{own.__name__} pickles itself with __reduce__, which would lose the bridge's views: "
                 "undo_dp_transform(module) before pickling or copying it"
             )
-        return rebuild, (original_class(cast(nn.Module, self)), tuple(self._dp_views), *args[1:]), *rest
+        return rebuild, (original_class(cast(nn.Module, self)), tuple(self._bridge.views), *args[1:]), *rest
 
 
 def rebuild(base: type[nn.Module], names: tuple[str, ...], *args: Any) -> nn.Module:
     """Return an empty instance of ``base``'s view class, for pickle and copy to fill."""
     kind = view_class(base, names)
     instance: nn.Module = kind.__new__(kind, *args)
-    instance.__dict__["_dp_views"] = {}  # for `__setattr__`
+    instance.__dict__[BRIDGED] = Bridge()  # for `__setattr__`
     return instance
 
 
@@ -380,9 +411,9 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def set_views(module: nn.Module, views: dict[str, View]) -> None:
     """Make ``module`` read its leaves as ``views``, besides earlier ones."""
-    module.__dict__.setdefault("_dp_views", {}).update(views)
+    module.__dict__.setdefault(BRIDGED, Bridge()).views.update(views)
     base = original_class(module) if isinstance(module, BridgedModule) else type(module)
-    module.__class__ = view_class(base, tuple(module.__dict__["_dp_views"]))
+    module.__class__ = view_class(base, tuple(views_of(module)))
     tag_all(module)
 
 
@@ -392,8 +423,7 @@ def restore_class(module: nn.Module) -> None:
         module.__dict__["_parameters"] = dict(module._parameters)
     if isinstance(module, BridgedModule):
         module.__class__ = original_class(module)  # type: ignore[assignment]  # a class of another module
-        del module.__dict__["_dp_views"]
-        if module.__dict__.pop("_dp_replicated_on", None) is not None:
+        if module.__dict__.pop(BRIDGED).replicated_on is not None:
             hooks = module._load_state_dict_post_hooks
             for key in [key for key, hook in hooks.items() if hook is tag_all]:
                 del hooks[key]
@@ -401,14 +431,13 @@ def restore_class(module: nn.Module) -> None:
 
 def tag_all(module: nn.Module, incompatible_keys: Any = None) -> None:
     """Tag the leaves of one module, and below a root all plain parameters, again. A load-state-dict hook."""
-    views: dict[str, View] = module.__dict__.get("_dp_views", {})
-    for name, view in views.items():
+    for name, view in views_of(module).items():
         leaf = leaf_of(module, name)
         if leaf is not None and not isinstance(leaf, DTensor) and leaf.shape == view.local_shape:
             tag_leaf(leaf, view.layout)
-    on: Layout | None = module.__dict__.get("_dp_replicated_on")
-    if on is not None:
-        tag_replicated(module.parameters(), on)
+    bridge: Bridge | None = module.__dict__.get(BRIDGED)
+    if bridge is not None and bridge.replicated_on is not None:
+        tag_replicated(module.parameters(), bridge.replicated_on)
 
 
 # ---- gradient hooks of users ---------------------------------------------------------------------------------------
@@ -436,7 +465,7 @@ class GradHooks:
 def hook_problems(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
     """Yield a problem for hooks that cannot move between a DTensor and its leaf."""
     on_grad = (getattr(tensor, GRAD_HOOKS) or {}).values()
-    is_leaf = type(tensor) is torch.nn.Parameter
+    is_leaf = not isinstance(tensor, DTensor)
     if getattr(tensor, POST_ACCUMULATE_HOOKS) or (is_leaf and not all(isinstance(each, GradHooks) for each in on_grad)):
         reason = f"a hook registered on the {'local leaf' if is_leaf else 'DTensor'} cannot be carried over"
         hint = "remove it, and register it afterwards on the new parameter of named_parameters()"

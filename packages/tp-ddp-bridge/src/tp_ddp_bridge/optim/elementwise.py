@@ -22,10 +22,13 @@ from tp_ddp_bridge._shared.consensus import named_collective
 from tp_ddp_bridge._shared.elementwise import elementwise_problems
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale
-from tp_ddp_bridge.layout import allow_full_reads, is_local_shard, layout_of, tensor_groups
+from tp_ddp_bridge.layout import as_plain, is_local_shard, layout_of, refuse_full_reads, tensor_groups
 
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 """Number of parameters and of steps that were seen."""
+
+_stepping: weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""Leaves that are ordinary parameters for a step. After a step that raised they are so until the next."""
 
 _LAST = 1024
 """The last step at which gradients are compared."""
@@ -63,15 +66,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count, step = _checked.get(optimizer, (0, 0))
     if count != len(parameters):  # groups only grow
         raise_problems(shard_problems(optimizer, is_local_shard), f"{type(optimizer).__name__} cannot work on shards")
-        if getattr(optimizer, "is_elementwise", None) is True:  # the user's word, for norms of shards as well
-            for parameter in parameters:
-                allow_full_reads(parameter)
+    if optimizer not in _checked:
+        optimizer.register_step_post_hook(_after_step)
     _checked[optimizer] = len(parameters), step + 1
     if is_zero_optimizer(optimizer):  # its inner optimizer holds other parameters on each rank, on some none
         _checked.setdefault(cast(Any, optimizer).optim, (0, _LAST))
     # A norm over its limit shows early, and a scheduler's period is seldom a power of two.
     if (step + 1) & step == 0 and step < _LAST and any(map(is_local_shard, parameters)):
         _compare_replicated_gradients(parameters)
+    _stepping[optimizer] = [*_stepping.get(optimizer, ()), *as_plain(parameters)]
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for leaf in _stepping.pop(optimizer, ()):
+        refuse_full_reads(leaf)
 
 
 def _compare_replicated_gradients(parameters: list[torch.Tensor]) -> None:

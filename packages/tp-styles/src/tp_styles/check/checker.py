@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_styles._shared.execution_check import Compared, Precision, random_state_restored
-from tp_styles._shared.norms import BRIDGE_TAGS, BRIDGED_ROOT
+from tp_styles._shared.norms import BRIDGED
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed
 from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
@@ -695,13 +695,13 @@ def refuse_plain_ddp(module: nn.Module) -> None:
     Raises:
         PlanError: Parameters are shards, and no bridge has made leaves for them.
     """
-    if BRIDGED_ROOT in vars(module):  # local shards stay as they are in it
+    if BRIDGED in vars(module):  # local shards stay as they are in it
         return
     hint = "tp_ddp_bridge makes leaves that DDP takes; or fully_shard on the data-parallel mesh"
     problems = [
         Problem("mesh-mismatch", name, found="a shard inside of DistributedDataParallel", hint=hint)
         for name, parameter in module.named_parameters()
-        if isinstance(parameter, ShardParameter | DTensor) and not BRIDGE_TAGS & vars(parameter).keys()
+        if isinstance(parameter, ShardParameter | DTensor) and BRIDGED not in vars(parameter)
     ]
     if problems:
         raise PlanError(problems[:8])

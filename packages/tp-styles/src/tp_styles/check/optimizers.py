@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tp_styles._shared.consensus import named_collective
 from tp_styles._shared.elementwise import elementwise_problems
-from tp_styles._shared.norms import BRIDGE_TAGS
+from tp_styles._shared.norms import BRIDGED
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import is_compiling, is_fake, local_of
@@ -138,7 +138,7 @@ def _compare_replicas(optimizer: Optimizer) -> None:
     for checker in live_checkers():
         axis = next((axis for axis in pieces if axis.mesh == checker.axis.mesh), checker.axis)
         for name, parameter in checker.scopes[0].module.named_parameters() if axis.size > 1 else ():
-            if id(parameter) in held and not BRIDGE_TAGS & vars(parameter).keys():  # the bridge compares its own
+            if id(parameter) in held and BRIDGED not in vars(parameter):  # the bridge compares its own
                 held.discard(id(parameter))
                 pieces.setdefault(axis, []).extend(_replicas(name, parameter, axis))
     for axis, found in pieces.items():

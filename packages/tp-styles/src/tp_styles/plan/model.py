@@ -204,6 +204,8 @@ def collectives(plan: TPPlan) -> Iterator[Collective]:
                     yield Collective(
                         module.name, where, when, step, elements_per_token=_sent(step, width, plan.tp_size)
                     )
+        for where, when, step, width in module.spec.exchanges():
+            yield Collective(module.name, where, when, step, elements_per_token=_sent(step, width, plan.tp_size))
         for name, parameter in module.spec.parameters:
             if parameter.sum_gradient:
                 info = module.info.parameter(name)  # None: reported in plan.problems

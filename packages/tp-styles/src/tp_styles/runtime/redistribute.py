@@ -361,6 +361,14 @@ class BlockInput(Redistribute):
         return entered
 
 
+def moved_back(x: torch.Tensor, move: Redistribute, sizes: Sequence[int]) -> torch.Tensor:
+    """Return the full tensor of shards along dim 0 whose sizes this rank knows; backward takes its shard again."""
+    moved: torch.Tensor = _Moved.apply(  # type: ignore[no-untyped-call]  # torch's Function
+        x, move.flow.transfer(x.dim()), move, {0: tuple(sizes)}
+    )
+    return moved
+
+
 def refuse_transforms(name: str) -> None:
     """Refuse transforms of `torch.func` and forward-mode differentiation: collectives have no rule for them.
 

@@ -1,9 +1,7 @@
-"""Hugging Face's tensor-parallel plans as styles, and `auto_plan`, which completes them."""
+"""Style names of Hugging Face's tensor-parallel plans as styles."""
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -11,13 +9,10 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
-from tp_styles._shared.problems import own_errors
-from tp_styles.from_plan.convert import add_learned_activations, keep_ties, styles_of_blocks
-from tp_styles.from_plan.regions import AxisCuts, region_of
-from tp_styles.plan.model import TPPlan
-from tp_styles.plan.planned import match_plan, plan_styles
+from tp_styles.plan.planned import match_plan
 from tp_styles.problems import PlanError, Problem
-from tp_styles.styles.attention import GQAParallel, TransformerLayerParallel
+from tp_styles.sources.blocks import add_learned_activations, keep_ties
+from tp_styles.styles.attention import GQAParallel
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.blocks import (
     IdentityExpert,
@@ -26,10 +21,12 @@ from tp_styles.styles.blocks import (
     NoParallel,
     ParametersParallel,
 )
+from tp_styles.styles.expert_parallel import ExpertParallel
 from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
 from tp_styles.styles.prepare_module import PrepareModuleOutput
-from tp_styles.values import is_below, names_of_parameters
+from tp_styles.values import is_below
 
+# Name in plans -> style of a module.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -42,15 +39,15 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicate": NoParallel,
     "all_reduce": partial(PrepareModuleOutput, output_layouts=Partial(), desired_output_layouts=Replicate()),
     "moe_identity_expert": IdentityExpert,
+    "ep_dispatch_experts": ExpertParallel,
 }
-"""Name in plans -> style of a module."""
 
 ROLES = {
     "moe_tp_experts": "experts",
     "all_reduce": "sum",
     "local_params": "local",
 }
-TODAY = tuple(dict.fromkeys((*STYLES, *ROLES, "packed_rowwise", "mla_kv_a_proj")))
+TODAY = tuple(dict.fromkeys((*STYLES, *ROLES, "packed_rowwise", "mla_kv_a_proj", "grouped_gemm")))
 
 # Names of transformers 4.5x and early 5.x -> today's.
 OLDER = {
@@ -81,17 +78,17 @@ def todays_names(plan: Mapping[str, str]) -> dict[str, str]:
     return {key: supported[name] for key, name in plan.items()}
 
 
+# Names of an attention's projections: all three that read its input, and one of those that write its output.
 INPUTS = "q_proj", "k_proj", "v_proj"
 OUTPUTS = "o_proj", "out_proj", "dense"
-"""Names of an attention's projections; one of the latter."""
 
 
 def from_hf_tp_plan(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, ParallelStyle]:
-    """Convert a Hugging Face tensor-parallel plan to styles.
+    """Convert a Hugging Face tensor-parallel or expert-parallel plan to styles.
 
     Args:
         model: A transformers model; on the meta device too.
-        plan: Name pattern -> style name; by default the model's own.
+        plan: Name pattern -> style name; by default the model's own `tp_plan`. `model.ep_plan` gives whole experts.
 
     Returns:
         FQN -> style, for `apply_plan`. Names of the plan missing in the model are ignored, as in transformers: plans
@@ -113,6 +110,9 @@ def from_hf_tp_plan(model: nn.Module, plan: Mapping[str, str] | None = None) -> 
         reason = "no name of the plan is one of its modules"
         hint = "of a wrapper pass the model inside (peft: get_base_model())"
         raise PlanError(Problem("unmatched-pattern", type(model).__name__, found=reason, hint=hint))
+    experts = [name for name, style in styles.items() if isinstance(style, ExpertParallel)]
+    # The experts' style has all that is below them: transformers' plan names the norm behind them apart.
+    styles = {n: s for n, s in styles.items() if n in experts or not any(is_below(n, other) for other in experts)}
     keep_ties(model, styles)
     add_learned_activations(model, styles)
     styles = _with_heads(model, styles)
@@ -168,6 +168,9 @@ def style_of(kind: str, own: Mapping[str, str], config: Any, name: str) -> Paral
     Raises:
         PlanError: The style name is for parameters only.
     """
+    if "grouped_gemm" in own.values() and kind != "ep_dispatch_experts":
+        hint = "whole experts of a rank need their tokens: name the module \"ep_dispatch_experts\" in the plan"
+        raise PlanError(Problem("invalid-argument", name, found="'grouped_gemm' of its parameters", hint=hint))
     if kind in ROLES and (own or kind != "all_reduce"):
         return ParametersParallel(own, role=ROLES[kind])
     if kind == "mla_kv_a_proj":
@@ -207,123 +210,3 @@ def attention_style(module: nn.Module, ends: Sequence[str]) -> GQAParallel | Non
     if rows["k_proj"] != rows["v_proj"] or heads % kv_heads:
         return None
     return GQAParallel(num_heads=heads, num_kv_heads=kv_heads, kv_replicate=True, o=ends[0])
-
-
-@own_errors()  # of shard-spec, which it calls
-def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:
-    """Plan a model by its Hugging Face plan, else torch's layers, else `[shard-spec]`'s planner.
-
-    If installed, the planner adds blocks missing in a model's own plan (shared experts, attention of some mixtures of
-    experts). Layers of attention that acts on all heads at once are sharded one by one; so are linear layers of unknown
-    blocks if less than 70 % of the parameters would be sharded otherwise.
-
-    `plan_styles(model, auto_plan(model), tp_size).unstyled` lists the unsharded parameters; to make them DTensors
-    too, pass `rest="replicated"` to `apply_plan`.
-
-    Args:
-        model: The model; on the meta device too.
-        tp_size: Number of ranks. The planner's styles are for this number alone; `apply_plan` refuses another.
-
-    Returns:
-        FQN -> style, for `apply_plan`. It warns if less than half of the parameters are sharded.
-
-    Raises:
-        PlanError: Nothing was recognised.
-    """
-    styles = _without_broken_ties(model, _styles(model, tp_size))  # tied weights: all or none
-    planned = plan_styles(model, styles, tp_size)
-    if 0 < sharded_share(model, planned)[0] < 0.7:  # nothing known at all is an error below
-        styles = _without_broken_ties(model, {**styles, **_gathered(model, planned)})
-        planned = plan_styles(model, styles, tp_size)
-    share, largest = sharded_share(model, planned)
-    if not share:
-        hint = "write a plan; or install tp-styles[shard-spec] for its planner"
-        raise PlanError(Problem("unmatched-pattern", type(model).__name__, found="no block that is known", hint=hint))
-    if share < 0.5:
-        text = f"auto_plan shards {share:.1%} of the parameters of {type(model).__name__}; largest unsharded: {largest}"
-        warnings.warn(text, stacklevel=2)
-    return styles
-
-
-def _gathered(model: nn.Module, plan: TPPlan) -> dict[str, ParallelStyle]:
-    """Style further linear layers between full activations: an all-gather each, no full weight on a rank."""
-    free = {left.name for left in plan.unstyled}
-    # Beside column-wise layers activations may be shards; a block with parameters of its own (Mamba's) may read the
-    # weights of its layers itself.
-    left_out = {name.rpartition(".")[0] for columns, _ in plan.regions.values() for name in columns}
-    left_out |= {name for name, module in model.named_modules() if module._parameters}
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear and f"{name}.weight" in free]
-    style = ColwiseParallel(output_layouts=Replicate())
-    return {name: style for name in names if name.rpartition(".")[0] not in left_out}
-
-
-def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
-    """Return the sharded share of a model's elements, and names of the largest unsharded parameters."""
-    sharded = {
-        module.info.where(name)
-        for module in plan.modules
-        for name, spec in module.spec.parameters
-        if not spec.split.is_replicated
-    }
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    left = {tied[0]: sizes[tied[0]] for tied in names_of_parameters(model) if not sharded.intersection(tied)}
-    total = sum(sizes.values())
-    largest = sorted(left, key=lambda name: -left[name])[:3]
-    return (1 - sum(left.values()) / total if total else 0.0), ", ".join(largest)
-
-
-def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
-    has_planner = importlib.util.find_spec("shard_spec") is not None  # without importing it
-    plan = getattr(model, "tp_plan", None) or {}
-    if any("*" in pattern for pattern in plan):  # some models plan only their head
-        styles = from_hf_tp_plan(model)
-        if not has_planner:
-            return styles
-        return _with_what_it_leaves(model, _without_mistakes(model, styles, tp_size), tp_size)
-    layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
-    blocks = [name for name, module in model.named_modules() if isinstance(module, layers)]
-    if blocks:
-        styles = {name: TransformerLayerParallel() for name in blocks}
-        return _with_what_it_leaves(model, styles, tp_size) if has_planner else styles
-    return styles_of_blocks(model, tp_size) if has_planner else {}
-
-
-def _without_mistakes(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
-    """Drop blocks that mix heads (doge's `A`), and those that the planner shards otherwise."""
-    from shard_spec.planners import MegatronPlanner
-
-    analysis = MegatronPlanner({"tp": tp_size}, kv_replicate=True).analyse(model)
-    planned = plan_styles(model, styles, tp_size)
-    unstyled = {parameter.name for parameter in planned.unstyled}
-    mixing = {problem.name for problem in analysis.left_whole.values() if problem.code == "partial-gradient"} & unstyled
-    homes = [name.rpartition(".")[0] for name in mixing]
-    splits = {one.info.where(name): spec.split for one in planned.modules for name, spec in one.spec.parameters}
-    cuts = AxisCuts("tp", tp_size, {name: split for name, split in splits.items() if not split.is_replicated})
-    # Inkling's own plan gives a rank rows of the gate alone, or of what it gates, where one weight holds both.
-    for block in analysis.units:
-        left = unstyled.intersection(block.replicated)  # norms of heads, whose gradients nobody sums (sarvam_moe)
-        is_fused = block.kind == "experts" and region_of(model, block, cuts) is None
-        homes += [block.name] if (left or is_fused) and all(cut.name in cuts.splits for cut in block.cuts) else []
-    return {name: style for name, style in styles.items() if not any(is_below(name, home) for home in homes)}
-
-
-def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
-    planned = plan_styles(model, styles, tp_size)
-    free = {left.name for left in planned.unstyled}
-    replicated = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]
-    more = styles_of_blocks(model, tp_size, free)
-    blocks = {name for name in more if name in styles or any(name.startswith(f"{parent}.") for parent in replicated)}
-    return styles if blocks else {**styles, **more}
-
-
-def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Drop styles of modules tied to an unstyled one (the bias of BERT's head)."""
-    owners = [{name.rpartition(".")[0] for name in names} for names in names_of_parameters(model)]
-    remaining = dict(styles)
-    changed = True
-    while changed:  # dropping a head's style drops its tied embedding's too
-        modules = plan_styles(model, remaining, 2).modules
-        claimed = {one.info.where(name).rpartition(".")[0] for one in modules for name, _ in one.spec.parameters}
-        broken = [names & claimed for names in owners if len(names) > 1 and names - claimed and names & claimed]
-        changed = any(remaining.pop(name, None) is not None for names in broken for name in names)
-    return remaining

@@ -1,60 +1,137 @@
-"""`from_sharding_plan`: convert a plan's shards to styles that train like the full module, or raise."""
+"""Blocks that shard-spec's planner recognises, as styles that train like the full module."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tp_styles._shared.problems import own_errors
-from tp_styles.from_plan.regions import (
-    AxisCuts,
-    Region,
-    cuts_on_axis,
-    find_regions,
-    is_torchs,
-    owner_of,
-)
 from tp_styles.problems import PlanError, Problem
-from tp_styles.styles.attention import GROUPS, KEY_HEADS, QUERY_HEADS, MultiheadAttentionParallel
+from tp_styles.sources.axis_splits import AxisCuts, cuts_on_axis, split_on_axis
+from tp_styles.styles.attention import GROUPS, KEY_HEADS, QUERY_HEADS, Heads, MultiheadAttentionParallel
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.blocks import BlockParallel, ColwiseKVReplicated, NoParallel, ParametersParallel
-from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel, linear_shape
-from tp_styles.values import Split, describe, is_below, names_of_parameters
+from tp_styles.styles.linear import (
+    ColwiseParallel,
+    FusedColwiseParallel,
+    LinearShape,
+    RowwiseParallel,
+    linear_shape,
+)
+from tp_styles.values import Section, Split, describe, is_below, names_of_parameters
 
 if TYPE_CHECKING:
-    from shard_spec import ShardingPlan
+    from shard_spec.planners.megatron import TPBlock
 
 
-@own_errors()  # of shard-spec, which it calls
-def from_sharding_plan(plan: ShardingPlan, module: nn.Module, *, axis: str = "tp") -> dict[str, ParallelStyle]:
-    """Convert a `shard_spec.ShardingPlan` to styles, for one axis of its mesh.
+@dataclass(frozen=True)
+class Region:
+    """A block of the planner that the plan shards as the planner would.
 
-    The axis is tensor parallel: activations between blocks are the same on all of its ranks. Sharded layers of one of
-    the planner's blocks (attention by heads, a feed-forward block by channels, experts, the vocabulary's ends) keep
-    their activations sharded in between. Head counts inside become local, gradients of parameters inside (norms of
-    heads) are summed. `apply_plan` compares each block with the original in its first call.
-
-    Args:
-        plan: The plan; its other axes are for other packages.
-        module: The model; on the meta device too.
-        axis: Name of the tensor-parallel axis.
-
-    Returns:
-        FQN -> style, for `apply_plan`; without layers not sharded by the axis.
-
-    Raises:
-        PlanError: Layouts without a style, blocks that cannot be sharded; all of them at once. A plan for a
-            data-parallel axis (FSDP) is refused, too.
+    Attributes:
+        block: The planner's: its kind, the smallest module around it, its layers.
+        splits: FQN of every sharded parameter of it -> its split.
+        heads: Heads of an attention, None for other kinds.
+        picked: Column-wise layers in full on every rank; each rank computes only the rows of its heads.
     """
-    cuts = cuts_on_axis(plan, module, axis)
-    if not cuts.splits and getattr(plan, "certificate", None) is not None:  # it divides the batch along the axis
-        raise PlanError(Problem("plan-not-executable", axis=axis, found="no shards", hint="plan with MegatronPlanner"))
-    return _Conversion(module, cuts, refuses=True).styles()
+
+    block: TPBlock
+    splits: dict[str, Split]
+    heads: Heads | None
+    picked: dict[str, Split]
+
+    @property
+    def columns(self) -> dict[str, Split]:
+        """FQN of each column-wise layer -> split of its output features."""
+        weights = [cut.name for cut in self.block.columns if _is_weight(cut.name)]
+        return {owner_of(name): replace(self.splits[name], dim=0) for name in weights}
+
+    @property
+    def row(self) -> str:
+        """FQN of the row-wise layer; `""` if there is none."""
+        return owner_of(self.block.rows[0].name) if self.block.rows else ""
+
+
+FUSED_ORDERS = (None, "sections", "heads", "groups", "pairs")
+
+
+def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
+    """Return regions recognised by the planner and sharded by the plan as the planner would."""
+    from shard_spec.planners import MegatronPlanner
+
+    regions: dict[str, Region] = {}
+    explained: set[str] = set()
+    # The order of a fused weight is not always recognised: try each one against the plan.
+    for fused in FUSED_ORDERS if cuts.splits else ():
+        if explained >= cuts.splits.keys():
+            break
+        planner = MegatronPlanner({cuts.axis: cuts.tp_size}, cuts.axis, kv_replicate=True, fused=fused)  # type: ignore[arg-type]
+        for block in planner.analyse(module).units:
+            region = region_of(module, block, cuts)
+            if region is not None:
+                regions.setdefault(f"{block.name} {block.kind} {region.row}", region)
+                ids = {id(module.get_parameter(name)) for name in region.splits}
+                explained |= {n for n, p in module.named_parameters(remove_duplicate=False) if id(p) in ids}
+    return list(regions.values())
+
+
+def region_of(module: nn.Module, block: TPBlock, cuts: AxisCuts) -> Region | None:
+    """Return the block's region if the plan shards exactly its parameters, in its way."""
+    from shard_spec import Layout, MeshSpec
+
+    splits = {}
+    for cut in block.cuts:
+        layout = Layout(MeshSpec({cuts.axis: cuts.tp_size}), {cuts.axis: cut.placement})
+        split, problem = split_on_axis(cut.name, layout, cuts.axis, module.get_parameter(cut.name).shape)
+        if split is None or problem is not None or not cuts.agree(cut.name, split):
+            return None  # another layout
+        splits[cut.name] = split
+    if any(name in cuts.splits for name in (*block.replicated, *block.row_biases)):  # must stay replicated
+        return None
+    counted = block.kind == "attention" and not is_torchs(module, block)  # the style of torch's counts its own
+    heads = _heads(module, block, splits, cuts.tp_size) if counted else None
+    picked: dict[str, Split] = {}
+    for name in block.replicated:
+        if heads is not None and heads.copies > 1 and (shape := _linear(module, name)):  # fewer heads than ranks
+            rows = shape.out_features
+            picked[owner_of(name)] = Split(0, (Section(rows, rows // heads.keys, heads.copies),))
+    return Region(block, splits, heads, picked)
+
+
+def is_torchs(module: nn.Module, block: TPBlock) -> bool:
+    """True if a block is an `nn.MultiheadAttention`."""
+    return isinstance(module.get_submodule(block.name), nn.MultiheadAttention)
+
+
+def _heads(module: nn.Module, block: TPBlock, splits: dict[str, Split], tp_size: int) -> Heads | None:
+    """Return head counts, from the sizes of the layers and the number of pieces."""
+    width = splits[block.rows[0].name].global_size
+    outputs = [splits[cut.name].global_size for cut in block.columns if _is_weight(cut.name)]
+    keys = [shape for name in block.replicated if (shape := _linear(module, name))]
+    if keys:  # only the query projection is sharded
+        queries = block.num_pieces
+        count = keys[0].out_features // (width // queries)
+        return Heads(queries, count, tp_size, copies=tp_size // count) if count and tp_size % count == 0 else None
+    count = block.num_pieces
+    size = (outputs[1] if len(outputs) > 1 else (outputs[0] - width) // 2) // count  # fused: q, then k and v
+    return Heads(width // size, count, tp_size) if size else None
+
+
+def _linear(module: nn.Module, name: str) -> LinearShape | None:
+    """Return the sizes of the linear layer with this weight; None for other parameters."""
+    return linear_shape(describe(module.get_submodule(owner_of(name)))) if _is_weight(name) else None
+
+
+def _is_weight(name: str) -> bool:
+    return name.rpartition(".")[2] == "weight"
+
+
+def owner_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def styles_of_blocks(module: nn.Module, tp_size: int, free: set[str] | None = None) -> dict[str, ParallelStyle]:
@@ -74,10 +151,10 @@ def styles_of_blocks(module: nn.Module, tp_size: int, free: set[str] | None = No
         units = [unit for unit in units if {*(cut.name for cut in unit.cuts), *unit.replicated} <= free]
         chosen = {cut.name for unit in units for cut in unit.cuts}
         cuts = replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen})
-    return _Conversion(module, cuts, refuses=False).styles()
+    return Conversion(module, cuts, refuses=False).styles()
 
 
-class _Conversion:
+class Conversion:
     """Conversion of one plan for one model.
 
     Args:
@@ -287,10 +364,12 @@ def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]
     return counts
 
 
-WIDTHS: tuple[str, ...] = ("split_size", "inner_dim", "all_head_size", "q_size", "d_attn", "inner_size")
-WIDTHS += ("embed_dim", "hidden_size", "d_model", "n_embd", "n_state", "dim", "width")
+# Usual names of the channels of all query heads, and of all key-value heads.
+WIDTHS = (
+    *("split_size", "inner_dim", "all_head_size", "q_size", "d_attn", "inner_size"),
+    *("embed_dim", "hidden_size", "d_model", "n_embd", "n_state", "dim", "width"),
+)
 KEY_WIDTHS = "kv_size", "kv_dim"
-"""Usual names of the channels of all query heads, and of all key-value heads."""
 
 
 def column(split: Split, output: Any) -> ParallelStyle:

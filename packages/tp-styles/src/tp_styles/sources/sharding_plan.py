@@ -1,8 +1,9 @@
-"""`apply_sharding_plan`: apply a plan on every axis of its mesh, tensor parallel and data parallel."""
+"""A plan of shard-spec as styles of one axis, and applied on every axis of its mesh (extra `[shard-spec]`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +17,12 @@ from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.problems import own_errors
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.apply import apply_plan
-from tp_styles.from_plan.convert import from_sharding_plan
-from tp_styles.from_plan.regions import AxisCuts, cuts_on_axis, rows_of
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import split_of
-from tp_styles.values import Split
+from tp_styles.sources.axis_splits import AxisCuts, cuts_on_axis, rows_of
+from tp_styles.sources.blocks import Conversion
+from tp_styles.styles.expert_parallel import ExpertParallel, expert_modules
+from tp_styles.values import Split, describe, is_below
 
 if TYPE_CHECKING:
     from shard_spec import Layout, ShardingPlan
@@ -28,6 +30,50 @@ if TYPE_CHECKING:
 
     from tp_styles.check.checker import Check
     from tp_styles.styles.base import ParallelStyle
+
+
+@own_errors()  # of shard-spec, which it calls
+def from_sharding_plan(plan: ShardingPlan, module: nn.Module, *, axis: str = "tp") -> dict[str, ParallelStyle]:
+    """Convert a `shard_spec.ShardingPlan` to styles, for one axis of its mesh.
+
+    The axis is tensor parallel: activations between blocks are the same on all of its ranks. Sharded layers of one of
+    the planner's blocks (attention by heads, a feed-forward block by channels, experts, the vocabulary's ends) keep
+    their activations sharded in between. Head counts inside become local, gradients of parameters inside (norms of
+    heads) are summed. Where the axis deals out whole experts, tokens are sent to them (`ExpertParallel`). `apply_plan` compares each block with the original in its first call.
+
+    Args:
+        plan: The plan; its other axes are for other packages.
+        module: The model; on the meta device too.
+        axis: Name of the tensor-parallel axis.
+
+    Returns:
+        FQN -> style, for `apply_plan`; without layers not sharded by the axis.
+
+    Raises:
+        PlanError: Layouts without a style, blocks that cannot be sharded; all of them at once. A plan for a
+            data-parallel axis (FSDP) is refused, too.
+    """
+    cuts = cuts_on_axis(plan, module, axis)
+    if not cuts.splits and getattr(plan, "certificate", None) is not None:  # it divides the batch along the axis
+        raise PlanError(Problem("plan-not-executable", axis=axis, found="no shards", hint="plan with MegatronPlanner"))
+    experts = _whole_experts(module, cuts)
+    rest = {name: split for name, split in cuts.splits.items() if not any(is_below(name, one) for one in experts)}
+    if experts and not rest:
+        return experts
+    return experts | Conversion(module, replace(cuts, splits=rest), refuses=True).styles()
+
+
+def _whole_experts(module: nn.Module, cuts: AxisCuts) -> dict[str, ParallelStyle]:
+    """Return styles of experts that the plan shards by expert, with all of their parameters."""
+    styles: dict[str, ParallelStyle] = {}
+    for name in expert_modules(module):
+        info, style = describe(module.get_submodule(name), name), ExpertParallel()
+        spec = style.spec(info, cuts.tp_size)
+        wanted = {info.where(key): one.split for key, one in spec.parameters if not one.split.is_replicated}
+        if wanted and all(cuts.agree(key, split) for key, split in wanted.items()):
+            styles[name] = style
+    return styles
+
 
 # Data axes, along which ranks have different samples; the same names as in shard_spec's estimates.
 _DATA_AXES = frozenset(

@@ -1,20 +1,17 @@
-"""A plan's splits along one mesh axis, and the planner's regions that they shard."""
+"""A plan's splits along one mesh axis."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tp_styles.problems import PlanError, Problem
-from tp_styles.styles.attention import Heads
-from tp_styles.styles.linear import LinearShape, linear_shape
-from tp_styles.values import Section, Split, describe
+from tp_styles.values import Section, Split
 
 if TYPE_CHECKING:
     from shard_spec import Layout, ShardingPlan
-    from shard_spec.planners.megatron import TPBlock
 
 
 @dataclass(frozen=True)
@@ -131,109 +128,3 @@ def rows_of(split: Split, rank: int, tp_size: int) -> list[tuple[int, int]]:
         else:
             joined.append((start, stop))
     return joined
-
-
-@dataclass(frozen=True)
-class Region:
-    """A block of the planner that the plan shards as the planner would.
-
-    Attributes:
-        block: The planner's: its kind, the smallest module around it, its layers.
-        splits: FQN of every sharded parameter of it -> its split.
-        heads: Heads of an attention, None for other kinds.
-        picked: Column-wise layers in full on every rank; each rank computes only the rows of its heads.
-    """
-
-    block: TPBlock
-    splits: dict[str, Split]
-    heads: Heads | None
-    picked: dict[str, Split]
-
-    @property
-    def columns(self) -> dict[str, Split]:
-        """FQN of each column-wise layer -> split of its output features."""
-        weights = [cut.name for cut in self.block.columns if _is_weight(cut.name)]
-        return {owner_of(name): replace(self.splits[name], dim=0) for name in weights}
-
-    @property
-    def row(self) -> str:
-        """FQN of the row-wise layer; `""` if there is none."""
-        return owner_of(self.block.rows[0].name) if self.block.rows else ""
-
-
-FUSED_ORDERS = (None, "sections", "heads", "groups", "pairs")
-
-
-def find_regions(module: nn.Module, cuts: AxisCuts) -> list[Region]:
-    """Return regions recognised by the planner and sharded by the plan as the planner would."""
-    from shard_spec.planners import MegatronPlanner
-
-    regions: dict[str, Region] = {}
-    explained: set[str] = set()
-    # The order of a fused weight is not always recognised: try each one against the plan.
-    for fused in FUSED_ORDERS if cuts.splits else ():
-        if explained >= cuts.splits.keys():
-            break
-        planner = MegatronPlanner({cuts.axis: cuts.tp_size}, cuts.axis, kv_replicate=True, fused=fused)  # type: ignore[arg-type]
-        for block in planner.analyse(module).units:
-            region = region_of(module, block, cuts)
-            if region is not None:
-                regions.setdefault(f"{block.name} {block.kind} {region.row}", region)
-                ids = {id(module.get_parameter(name)) for name in region.splits}
-                explained |= {n for n, p in module.named_parameters(remove_duplicate=False) if id(p) in ids}
-    return list(regions.values())
-
-
-def region_of(module: nn.Module, block: TPBlock, cuts: AxisCuts) -> Region | None:
-    """Return the block's region if the plan shards exactly its parameters, in its way."""
-    from shard_spec import Layout, MeshSpec
-
-    splits = {}
-    for cut in block.cuts:
-        layout = Layout(MeshSpec({cuts.axis: cuts.tp_size}), {cuts.axis: cut.placement})
-        split, problem = split_on_axis(cut.name, layout, cuts.axis, module.get_parameter(cut.name).shape)
-        if split is None or problem is not None or not cuts.agree(cut.name, split):
-            return None  # another layout
-        splits[cut.name] = split
-    if any(name in cuts.splits for name in (*block.replicated, *block.row_biases)):  # must stay replicated
-        return None
-    counted = block.kind == "attention" and not is_torchs(module, block)  # the style of torch's counts its own
-    heads = _heads(module, block, splits, cuts.tp_size) if counted else None
-    picked: dict[str, Split] = {}
-    for name in block.replicated:
-        if heads is not None and heads.copies > 1 and (shape := _linear(module, name)):  # fewer heads than ranks
-            rows = shape.out_features
-            picked[owner_of(name)] = Split(0, (Section(rows, rows // heads.keys, heads.copies),))
-    return Region(block, splits, heads, picked)
-
-
-def is_torchs(module: nn.Module, block: TPBlock) -> bool:
-    """True if a block is an `nn.MultiheadAttention`."""
-    return isinstance(module.get_submodule(block.name), nn.MultiheadAttention)
-
-
-def _heads(module: nn.Module, block: TPBlock, splits: dict[str, Split], tp_size: int) -> Heads | None:
-    """Return head counts, from the sizes of the layers and the number of pieces."""
-    width = splits[block.rows[0].name].global_size
-    outputs = [splits[cut.name].global_size for cut in block.columns if _is_weight(cut.name)]
-    keys = [shape for name in block.replicated if (shape := _linear(module, name))]
-    if keys:  # only the query projection is sharded
-        queries = block.num_pieces
-        count = keys[0].out_features // (width // queries)
-        return Heads(queries, count, tp_size, copies=tp_size // count) if count and tp_size % count == 0 else None
-    count = block.num_pieces
-    size = (outputs[1] if len(outputs) > 1 else (outputs[0] - width) // 2) // count  # fused: q, then k and v
-    return Heads(width // size, count, tp_size) if size else None
-
-
-def _linear(module: nn.Module, name: str) -> LinearShape | None:
-    """Return the sizes of the linear layer with this weight; None for other parameters."""
-    return linear_shape(describe(module.get_submodule(owner_of(name)))) if _is_weight(name) else None
-
-
-def _is_weight(name: str) -> bool:
-    return name.rpartition(".")[2] == "weight"
-
-
-def owner_of(name: str) -> str:
-    return name.rpartition(".")[0]

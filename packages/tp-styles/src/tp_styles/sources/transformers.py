@@ -19,11 +19,11 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 from tp_styles._torch_compat import is_compiling, is_fake
 from tp_styles.check.inputs import Inputs
-from tp_styles.hf.plan import OLDER, OUTPUTS, TODAY, attention_style, style_of
 from tp_styles.plan.model import PlannedModule
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.redistribute import TPGroup
+from tp_styles.sources.names import OLDER, OUTPUTS, TODAY, attention_style, style_of
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.blocks import ColwiseKVReplicated, ParametersParallel
 from tp_styles.values import StyleSpec, describe
@@ -31,11 +31,10 @@ from tp_styles.values import StyleSpec, describe
 __all__ = ["KVReplicate", "RegisteredStyle"]
 
 # transformers calls a style for one parameter or module at a time: parameters first, parents before their children.
+# Own parameters of a module -> style names that the plan gives them.
 _kinds: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
-"""Own parameters of a module -> style names that the plan gives them."""
-
+# Projections whose attention has fewer key-value heads than ranks.
 _copied: WeakKeyDictionary[nn.Module, ColwiseKVReplicated] = WeakKeyDictionary()
-"""Projections whose attention has fewer key-value heads than ranks."""
 
 
 class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformers' class is untyped

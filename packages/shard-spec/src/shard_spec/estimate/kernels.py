@@ -1,0 +1,103 @@
+"""Operators on the meta device, where torch's shape functions differ from its kernels in memory.
+
+A shape function may refuse a dtype that the kernel takes, or lay its result out otherwise: a linear layer then copies
+an input that it would read in place, or the other way round. Autograd's engine adds gradients without a dispatch mode
+in place, and with one into new memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shard_spec._torch_compat import engine_references, references
+
+_ATEN = torch.ops.aten
+# Of an input (batch, channels, ...) these kernels make a contiguous or channels-last result, whatever its strides are.
+# Position of the input among the arguments.
+_CONTIGUOUS = {
+    _ATEN.native_batch_norm.default: 0,
+    _ATEN._native_batch_norm_legit.default: 0,
+    _ATEN._native_batch_norm_legit.no_stats: 0,
+    _ATEN._batch_norm_with_update.default: 0,
+    _ATEN.native_batch_norm_backward.default: 1,
+    _ATEN.batch_norm_backward.default: 1,
+    _ATEN.native_layer_norm_backward.default: 1,
+}
+_CONVOLUTIONS = {_ATEN.convolution.default: (0, 1), _ATEN.convolution_backward.default: (1, 2)}  # input, weight
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def run_operator(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Run one operator on meta tensors; new memory is what the kernel would allocate."""
+    if operator is _ATEN.clone.default and args[0].layout == torch.sparse_coo:
+        return args[0].detach()  # a real step keeps a sparse gradient as it is; on meta a clone would lose its size
+    if operator is _ATEN.add.Tensor and not torch.is_grad_enabled() and _is_gradient_of_engine(*args[:2]):
+        return _ATEN.add_.Tensor(*args, **kwargs)
+    if operator is _ATEN._grouped_mm.default:
+        # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
+        halves = (each.to(torch.bfloat16) for each in args[:2])
+        return operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
+    result = operator(*args, **kwargs)
+    if operator in _CONTIGUOUS:
+        first, *others = result
+        return (_laid_out(first, args[_CONTIGUOUS[operator]]), *others)
+    if operator in _CONVOLUTIONS:
+        models = [args[at] for at in _CONVOLUTIONS[operator]]
+        model = next((each for each in models if _memory_format(each) != torch.contiguous_format), models[0])
+        if isinstance(result, torch.Tensor):
+            return _laid_out(result, model)
+        return (result[0] if result[0] is None else _laid_out(result[0], model), *result[1:])
+    return result
+
+
+# Operands that a kernel reads in rows alone: it copies others before it starts.
+_READ_CONTIGUOUS = {
+    _ATEN.native_layer_norm.default: (0,),
+    _ATEN.native_layer_norm_backward.default: (0, 1),
+    _ATEN.convolution.default: (0, 1),
+    _ATEN.convolution_backward.default: (0, 1, 2),
+}
+# Matrices that BLAS reads in rows or in columns.
+_READ_BY_BLAS = {
+    _ATEN.mm.default: (0, 1),
+    _ATEN.bmm.default: (0, 1),
+    _ATEN.addmm.default: (1, 2),
+    _ATEN.baddbmm.default: (1, 2),
+}
+
+
+def copied_operands(operator: Any, args: Any) -> list[torch.Tensor]:
+    """Return the operands that the operator's kernel copies while it runs, because it cannot read their strides."""
+    read = [args[at] for at in _READ_CONTIGUOUS.get(operator, ()) if args[at] is not None]
+    copied = [each for each in read if not each.is_contiguous(memory_format=_memory_format(each))]
+    for matrix in (args[at] for at in _READ_BY_BLAS.get(operator, ())):
+        (rows, columns), (by_row, by_column) = matrix.shape[-2:], matrix.stride()[-2:]
+        in_rows = by_column == 1 and by_row >= max(1, columns)
+        if not in_rows and not (by_row == 1 and by_column >= max(1, rows)):
+            copied.append(matrix)
+    return copied
+
+
+def _is_gradient_of_engine(tensor: torch.Tensor, other: Any) -> bool:
+    owned = engine_references()
+    return (
+        isinstance(other, torch.Tensor)
+        and tensor.shape == other.shape
+        and owned == references(tensor)
+        and owned is not None
+    )
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """Return the format that kernels choose for a result like ``tensor``."""
+    last = _CHANNELS_LAST.get(tensor.dim())
+    if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
+def _laid_out(result: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    wanted = _memory_format(model)
+    return result if result.is_contiguous(memory_format=wanted) else torch.empty_like(result, memory_format=wanted)

@@ -1,1 +1,0 @@
-"""Convert layouts to styles (extra `[shard-spec]`). `regions` finds blocks. Splits without a proof are refused."""

@@ -1,0 +1,225 @@
+"""Experts beside tensor and data parallelism, adapters, checkpoints, the compiler and the router's losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import moe_models as moe
+import pytest
+import torch
+import torch.distributed as dist
+import tp_models as models
+import tp_styles as tp
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+ATOL = 1e-12
+ATTENTION = {
+    "layers.*.attn.[qkv]": tp.ColwiseParallel(),
+    "layers.*.attn.proj": tp.RowwiseParallel(),
+    "layers.*.moe.shared.up": tp.ColwiseParallel(),
+    "layers.*.moe.shared.down": tp.RowwiseParallel(),
+}
+STEPS = 3
+
+
+def compare(
+    model: nn.Module,
+    alone: nn.Module,
+    mesh: Any,
+    *,
+    rows: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids,
+    before_step: Callable[[nn.Module], object] = lambda model: None,
+    ranks: int = 1,
+    router: float = 0.0,
+    options: tuple[dict[str, Any], ...] = ({}, {}),
+) -> int:
+    """Train both and compare losses, clipped norms and all parameters; return how many numbers were compared.
+
+    Args:
+        model: The parallel model.
+        alone: The same on one process.
+        mesh: Ranks of the experts.
+        rows: This rank's rows of a batch.
+        before_step: Called with the model when it has its gradients.
+        ranks: Number of ranks with rows of their own: their losses are averaged.
+        router: Factor of the router's losses.
+        options: Keyword arguments of both models.
+    """
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (model, alone)]
+    for ids in moe.batches(STEPS, 8):
+        mine = rows(ids)
+        ours = moe.loss_of(model(mine, **options[0]), mine, router=router)
+        wanted = moe.loss_of(alone(ids, **options[1]), ids, router=router)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ours.backward()
+        wanted.backward()
+        before_step(model)
+        value = ours.detach().clone()
+        if ranks > 1:
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+        torch.testing.assert_close(value, wanted.detach(), atol=ATOL, rtol=ATOL)
+        norms = tp.clip_grad_norm_(model.parameters(), 0.5), nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        torch.testing.assert_close(*norms, atol=ATOL, rtol=ATOL)
+        for optimizer in optimizers:
+            optimizer.step()
+    state = {name.removeprefix("_orig_mod."): v for name, v in moe.full_values(model, mesh).items()}
+    return models.assert_close(state, {n: p.detach() for n, p in alone.named_parameters()}, ATOL)
+
+
+def pair(count: int = 4, **options: Any) -> tuple[Any, Any]:
+    return moe.language_model(count, **options), moe.language_model(count, **options)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by it, too
+def test_attention_by_heads_and_whole_experts_on_one_axis(ranks: Ranks) -> None:
+    """With the router's losses over all tokens, a checkpoint around each layer, and compiled after the check."""
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    plan = ATTENTION | moe.experts_plan(moe.Stacked, "replicated")
+    model, alone = pair(6)
+    handle = tp.apply_plan(model, mesh, plan)
+    assert compare(model, alone, mesh, router=0.1) > 3000
+    assert ": unchecked" not in handle.report()
+    for kind in (moe.Stacked, moe.Numbered):
+        model, alone = pair(5, kind=kind)
+        tp.apply_plan(model, mesh, ATTENTION | moe.experts_plan(kind, "replicated"))
+        for layer in model.layers:
+            layer.forward = Checkpointed(layer)
+        assert compare(model, alone, mesh) > 3000
+    model, alone = pair(6)
+    tp.apply_plan(model, mesh, plan)
+    model(moe.batches(1, 8)[0])  # the check's call
+    assert compare(torch.compile(model, backend="eager"), alone, mesh) > 3000
+
+
+class Checkpointed:
+    """A layer's forward, which runs again in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.run = type(layer).forward.__get__(layer)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.run, x, use_reentrant=False)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("tokens", ["replicated", "sharded"])
+def test_attention_by_heads_and_whole_experts_on_two_axes(ranks: Ranks, tokens: str) -> None:
+    """Tokens are the same along the axis of attention; along that of the experts too, or each has its own."""
+    mesh = ranks.mesh((2, 2), ("ep", "tp"))
+    model, alone = pair()
+    tp.apply_plan(model, mesh["tp"], ATTENTION)
+    if tokens == "replicated":
+        tp.apply_plan(model, mesh["ep"], moe.experts_plan(moe.Stacked, tokens))
+        assert compare(model, alone, mesh["ep"]) > 3000
+        return
+    for layer in model.layers:
+        tp.apply_plan(layer.moe.experts, mesh["ep"], tp.ExpertParallel("sharded"))
+    rank = mesh["ep"].get_local_rank()
+
+    def average(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            gradient: Any = parameter.grad
+            if ".experts." not in name:
+                dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=mesh["ep"].get_group())
+            gradient.div_(2)
+
+    assert compare(model, alone, mesh["ep"], rows=lambda x: x.chunk(2)[rank], before_step=average, ranks=2) > 3000
+
+
+@pytest.mark.ranks(2, 4)
+def test_fully_sharded_on_the_axis_of_the_experts(ranks: Ranks) -> None:
+    """FSDP2 leaves the experts out; the gradient of an expert is divided by the number of averaged losses."""
+    mesh, size = ranks.mesh((ranks.world_size,), ("ep",)), ranks.world_size
+    model, alone = pair()
+    for layer in model.layers:
+        tp.apply_plan(layer.moe.experts, mesh, tp.ExpertParallel("sharded"))
+    experts = {p for name, p in model.named_parameters() if ".experts." in name}
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=experts)
+    fully_shard(model, mesh=mesh, ignored_params=experts)
+
+    def divide(model: nn.Module) -> None:
+        for parameter in experts:
+            assert parameter.grad is not None
+            parameter.grad.div_(size)
+
+    rows = ranks.rank
+    assert compare(model, alone, mesh, rows=lambda x: x.chunk(size)[rows], before_step=divide, ranks=size) > 3000
+
+
+@pytest.mark.ranks(4)
+def test_fully_sharded_on_another_axis_and_clipped(ranks: Ranks) -> None:
+    """Experts over ep and efsdp, everything else over both: norms over mixed meshes are those of one process."""
+    mesh = ranks.mesh((2, 2), ("efsdp", "ep"))
+    model, alone = pair(6)
+    for layer in model.layers:
+        tp.apply_plan(layer.moe.experts, mesh["ep"], tp.ExpertParallel("sharded"))
+    everything = mesh._flatten("all")
+    for layer in model.layers:
+        fully_shard(layer.moe.experts, mesh=mesh["efsdp"])
+        layer.moe.experts.set_gradient_divide_factor(4)
+        fully_shard(layer, mesh=everything)
+    fully_shard(model, mesh=everything)
+    rank = ranks.rank
+    placed = model.layers[0].moe.experts.down
+    assert len(placed.placements) == 2
+    assert placed.to_local().shape[0] < 6 / 2 + 1
+    assert compare(model, alone, mesh, rows=lambda x: x.chunk(4)[rank], ranks=4) > 3000
+
+
+@pytest.mark.ranks(2)
+def test_router_losses_over_all_ranks_tokens(ranks: Ranks) -> None:
+    """Each rank has its own tokens: the loss of the mean is not the mean of losses, so the logits are gathered."""
+    mesh = ranks.mesh((2,), ("ep",))
+    for gathers in (True, False):
+        model, alone = pair()
+        for layer in model.layers:
+            style = {"router": tp.RouterLogits(outputs=3)} if gathers else {}
+            tp.apply_plan(layer.moe, mesh, style | {"experts": tp.ExpertParallel("sharded")}, check="never")
+        before, rank = {"before_step": lambda m: moe.average_dense(m, 2), "ranks": 2}, ranks.rank
+        rows = lambda x: x.chunk(2)[rank]  # noqa: E731
+        if gathers:
+            assert compare(model, alone, mesh, rows=rows, router=0.1, **before) > 3000
+        else:
+            with pytest.raises(AssertionError):
+                compare(model, alone, mesh, rows=rows, router=0.1, **before)
+
+
+class LoRA(nn.Module):
+    """A linear layer with a low-rank update beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.Linear(base.in_features, 3, bias=False).double()
+        self.lora_B = nn.Linear(3, base.out_features, bias=False).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_adapters_beside_experts(ranks: Ranks) -> None:
+    """LoRA on attention, frozen experts with a trained bias, and a frozen router: gradients flow where they should."""
+    mesh = ranks.mesh((2,), ("tp",))
+    both = pair()
+    for model in both:
+        torch.manual_seed(5)
+        model.requires_grad_(False)
+        for layer in model.layers:
+            layer.attn.q, layer.attn.v = LoRA(layer.attn.q), LoRA(layer.attn.v)
+            layer.moe.experts.down_bias.requires_grad_(True)
+    model, alone = both
+    lora = {"layers.*.attn.[qv]": tp.LoRAParallel("column"), "layers.*.attn.k": tp.ColwiseParallel()}
+    rest = {"layers.*.attn.proj": tp.RowwiseParallel()}
+    tp.apply_plan(model, mesh, lora | rest | moe.experts_plan(moe.Stacked, "replicated"))
+    assert compare(model, alone, mesh) > 3000
