@@ -57,7 +57,7 @@ class WholeMatrices(NotPicklable, Optimizer):
             state. Torch's optimizers are known; others are tried on small tensors.
 
     Attributes:
-        plan: `OwnerPlan` of the matrices; ``print(optimizer.plan.explain())``.
+        plan: Owners of the matrices, as `plan_owners` returns them; ``print(optimizer.plan.explain())``.
         param_groups: The groups of all optimizers, with the model's parameters; values written to them count from the
             next step on.
 
