@@ -51,6 +51,8 @@ def test_an_optimizer_that_raises_on_its_owner(ranks: Ranks) -> None:
             assert isinstance(raised.value.__cause__, ValueError) is is_owner
             with pytest.raises(PlanError, match=r"partly-updated.*load_state_dict"):
                 optimizer.step()
+            with pytest.raises(PlanError, match="partly-updated"):
+                optimizer.state_dict()
             optimizer.load_state_dict(saved)  # as it was before the failed step
         optimizer.step()
         one.step()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shard_reshard._shared.problems import Problem
+from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.execution.exchange import INTEGERS
 from shard_reshard.group import GroupInfo
 from shard_reshard.layout.shard_map import torch_dtype
@@ -233,6 +233,12 @@ class Engine:
     num_steps: int = 0
     broken: str = ""
     compared: set[str] = field(default_factory=set)
+
+    def raise_broken(self, where: str) -> None:
+        """Raise if a step failed on the way, on every rank."""
+        if self.broken:
+            hint = "load_state_dict() a state of before; parameters have their old values"
+            raise PlanError(Problem("partly-updated", where, found=self.broken, hint=hint))
 
     @property
     def names(self) -> dict[int, str]:

@@ -29,6 +29,8 @@ def state_of(engine: Engine, param_groups: Sequence[Mapping[str, Any]], allocate
     """Return the state dict of this rank; see `WholeMatrices.state_dict`."""
     state: dict[str, Entry] = {}
     stepped: list[str] = []
+    if not allocate:  # tensors to load into are needed after a failure too
+        engine.raise_broken("WholeMatrices.state_dict")
     for block in engine.blocks:
         for family in block.families:
             for chunk, optimizer in family.optimizers.items():

@@ -39,9 +39,7 @@ class _Turn(NamedTuple):
 
 def take_step(engine: Engine, scaling: Scaling) -> None:
     """Update all parameters with gradients; a collective."""
-    if engine.broken:  # on every rank
-        hint = "load_state_dict() a state of before, with the model's parameters of then"
-        raise PlanError(Problem("partly-updated", _SUBJECT, found=engine.broken, hint=hint))
+    engine.raise_broken(_SUBJECT)
     gradients, skip = _agreed_gradients(engine, scaling)
     if skip:
         return
