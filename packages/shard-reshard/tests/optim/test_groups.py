@@ -86,6 +86,17 @@ def test_muon_for_matrices_and_adamw_beside_it(ranks: Ranks) -> None:
             other.step()
             assert twin.compared() > 0
         assert len(optimizer.plan.matrices) == (2 if beside == "in shards" else 5)
+        if beside == "in shards":  # a late group of such parameters alone
+            late = of_mesh(mesh_of((2,)), [Shard(0)], {"tail": (5, 3)})
+            optimizer.add_param_group({"params": late.named.items(), "lr": 0.03})
+            tail = _adamw([{"params": list(late.reference.values()), "lr": 0.03}])
+            for step in range(5):
+                late.backward(step)
+                optimizer.zero_grad()
+                late.backward(step)
+                optimizer.step()
+                tail.step()
+                assert late.compared() > 0
     twin = of_mesh(mesh_of((2,)), [Shard(0)], sizes)
     with pytest.raises(PlanError, match=r"head.weight: no pattern of make= matches it"):
         WholeMatrices(twin.named, {"layers.*": _muon})

@@ -122,6 +122,10 @@ def test_undeclared_shards_have_a_layout_of_the_caller(ranks: Ranks) -> None:
     with pytest.raises(PlanError, match="plain tensors that differ between ranks"):
         WholeMatrices({"w": parameter}, _muon)
     options: dict[str, Any] = {"layouts": {"w": "2: S(0)"}, "shapes": {"w": (6, 8)}}
+    with pytest.raises(PlanError, match=r"unknown-name\] layouts: 'x'"):
+        WholeMatrices({"w": parameter}, _muon, layouts={"x": "2: S(0)", "w": "2: S(0)"}, shapes={"w": (6, 8)})
+    with pytest.raises(PlanError, match=r"unmatched-pattern\] together: 'x\*'"):
+        WholeMatrices({"w": parameter}, _muon, together=["x*"], **options)
     optimizer = WholeMatrices({"w": parameter}, _muon, **options)
     reference = nn.Parameter(full.clone())
     one = _muon([reference])

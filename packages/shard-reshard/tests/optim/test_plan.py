@@ -93,6 +93,8 @@ def test_what_a_plan_refuses() -> None:
             plan_owners(shapes, 2, **options)
     with pytest.raises(PlanError, match="unknown-name"):
         plan_owners(shapes, 2, owners={"x": 0})
+    with pytest.raises(PlanError, match=r"unmatched-pattern.*together"):
+        plan_owners(shapes, 2, together=["x*"])
     with pytest.raises(PlanError, match="rank-outside-mesh"):
         plan_owners(shapes, 2, "4: S(0)")
     with pytest.raises(PlanError, match="unknown-name"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.optim.block import Block, Engine
 from shard_reshard.optim.exchange import Exchange, metadata_of, plan_together
 from shard_reshard.optim.families import Family, Group, Make, groups_of, routed
-from shard_reshard.optim.plan import OwnerPlan, Owners
+from shard_reshard.optim.plan import OwnerPlan, Owners, unmatched
 from shard_reshard.optim.state import load_state, state_of
 from shard_reshard.optim.step import Scaling, agree, take_step
 
@@ -121,6 +121,8 @@ class WholeMatrices(NotPicklable, Optimizer):
         try:
             routes = routed(parameters, list(self._makes), options["in_shards"] is not None, whole)
             owned = {name: p for name, p in parameters.items() if routes[name] >= 0}
+            if whole:  # names of a group that is added later are not known here
+                raise_problems(self._unused(owned))
             kinds = {name: f"make {routes[name]}, requires_grad {p.requires_grad}" for name, p in owned.items()}
             layouts, shapes = ({n: v for n, v in options[key].items() if n in owned} for key in ("layouts", "shapes"))
             mine = metadata_of(owned, kinds, layouts, shapes, members)
@@ -140,6 +142,14 @@ class WholeMatrices(NotPicklable, Optimizer):
             failure = error
         agree(members, "WholeMatrices", failure)
         return block
+
+    def _unused(self, owned: Iterable[str]) -> Iterator[Problem]:
+        """Yield what the caller says of parameters that have no owner."""
+        for key in ("layouts", "shapes"):
+            for name in self._options[key].keys() - set(owned):
+                hint = "name parameters that a pattern of make= matches"
+                yield Problem("unknown-name", key, found=repr(name), hint=hint)
+        yield from unmatched(self._options["together"], owned)
 
     def _make_optimizers(self, block: Block, groups: list[Group], grouped: bool, routes: Mapping[str, int]) -> None:
         """Call the caller's functions for a block; no communication."""

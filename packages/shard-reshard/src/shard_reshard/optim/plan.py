@@ -98,6 +98,16 @@ def matrices_of(
     return matrices
 
 
+def unmatched(globs: Sequence[str], names: Iterable[str]) -> list[Problem]:
+    """Return the globs of ``together`` that match no parameter."""
+    names = list(names)
+    return [
+        Problem("unmatched-pattern", "together", found=repr(glob), hint="leave it out, or correct it")
+        for glob in globs
+        if not any(fnmatchcase(name, glob) for name in names)
+    ]
+
+
 @dataclass(frozen=True)
 class OwnerPlan:
     """Owner and chunk of every matrix, as a value; printable, and the same on every rank.
@@ -234,7 +244,7 @@ def plan_owners(
     """
     matrices: list[Matrix] = []
     maps: list[ShardMap | None] = []
-    problems: list[Problem] = []
+    problems = unmatched(together, shapes)
     known: dict[tuple[int, Index], ShardMap] = {}
     for name, given in shapes.items():
         shape = sizes_of(given)
