@@ -247,8 +247,8 @@ MUTATIONS = [
     Mutation(
         "leaves of a class without multi-tensor kernels in a step",
         "layout.py",
-        "        leaf.__class__ = nn.Parameter if type(leaf) is ShardedLeaf else torch.Tensor  # type: ignore[assignment]\n",
-        "        pass\n",
+        " = nn.Parameter if type(leaf) is ShardedLeaf else torch.Tensor",
+        " = type(leaf)",
         "module/test_transform.py::test_leaves_are_ordinary_parameters_in_a_step_alone",
     ),
     Mutation(
