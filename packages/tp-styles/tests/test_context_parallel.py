@@ -349,7 +349,7 @@ def test_own_models(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2, 4, timeout=300)
 def test_bytes(ranks: Ranks) -> None:
-    """Bytes of one forward and backward equal the formula of the README, for both ways."""
+    """Bytes of one forward and backward equal the formula of the how-to, for both ways."""
     n, layers, rows, size, item = ranks.world_size, 2, 2, 4, 8
     shard = LENGTH // n
     mesh = ranks.mesh((n,), ("cp",))
