@@ -130,6 +130,8 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
     devices, lower = {each.device.type for each in module.parameters()}, options.get("autocast")
     autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
     flow = _Flow(weights, dict(mesh.axes), gathers, autocast)
+    flow.context = tuple(axis for axis in roles.axes("context") if mesh.axis_size(axis) > 1)
+    flow.context_exchange = options.get("context", "gather")
     # all ranks' batch: a data rank gets its share
     arguments, named = flow.values.inputs(forward_inputs(module, batch, mesh, roles))
     # Modules of transformers with this attribute checkpoint their blocks themselves.
@@ -158,6 +160,8 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
         FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
     ):
         handles = flow.sum_experts(module, resolution)
+        expert_axes = tuple(axis for axis in roles.axes("expert") if mesh.axis_size(axis) > 1)
+        handles += flow.exchange_tokens(module, resolution, expert_axes)
         try:
             torch.func.functional_call(step, _by_place(module, state), (arguments, named), tie_weights=False)
         except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -371,6 +375,7 @@ class _TorchFunctions(TorchFunctionMode):
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
             return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
         (query, key, value), _ = self._autocast.arguments("scaled_dot_product_attention", (query, key, value), {})
+        self._flow.exchange_context(query, key, value)
         equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
         # Torch broadcasts one head over many in the unfused formula only.
         equal = equal and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
@@ -546,6 +551,8 @@ class _Flow:
     def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool, autocast: Autocast) -> None:
         self.weights = weights  # by memory of a parameter or buffer
         self.flops = 0  # of products, on one rank
+        self.context: tuple[str, ...] = ()  # axes along which the tokens of a sequence are divided
+        self.context_exchange = "gather"
         self._gathers = gathers  # scores over a sharded vocabulary
         self.autocast = autocast
         self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
@@ -583,7 +590,8 @@ class _Flow:
                 *(self._cut.get(memory, frozenset()) for memory in memories),
                 *(each.column | each.row | each.ends | each.other for each in weights),
             )
-            self.flops += flops // prod(self._axes[axis] for axis in axes)
+            ranks = prod(self._axes[axis] for axis in self.context) if "attention" in str(operator) else 1
+            self.flops += ranks * flops // prod(self._axes[axis] for axis in axes)  # queries meet all ranks' keys
         for copy in copies:
             self.timeline.free(copy)
         return result
@@ -684,6 +692,60 @@ class _Flow:
 
             unit = module.get_submodule(name)
             handles += [unit.register_forward_pre_hook(before, with_kwargs=True), unit.register_forward_hook(after)]
+        return handles
+
+    def exchange_context(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Record what attention exchanges along context axes: all keys and values, or heads for tokens."""
+        ranks = prod(self._axes[axis] for axis in self.context)
+
+        def moved(tensor: torch.Tensor, op: str, times: int) -> None:
+            axes = self._cut.get(memory_of(tensor), frozenset())
+            size = times * tensor.numel() * tensor.itemsize // prod(self._axes[axis] for axis in axes)
+            self.collectives += [(axis, op, "activations", "attention", size) for axis in self.context]
+
+        def passes(tensor: torch.Tensor, forward: str, backward: str, times: int, count: int = 1) -> None:
+            for _ in range(count):
+                moved(tensor, forward, times)
+            if tensor.requires_grad and not self.timeline.in_backward():  # recomputation sends again, backward once
+                tensor.register_hook(lambda grad: [moved(tensor, backward, times) for _ in range(count)] and None)
+
+        if not self.context:
+            return
+        for tensor in (key, value):
+            if self.context_exchange == "ulysses":
+                passes(tensor, "all_to_all", "all_to_all", 1)
+            else:
+                passes(tensor, "all_gather", "reduce_scatter", ranks)
+        if self.context_exchange == "ulysses":  # queries, and results of their shape
+            passes(query, "all_to_all", "all_to_all", 1, count=2)
+
+    def exchange_tokens(self, module: nn.Module, resolution: Resolution, axes: tuple[str, ...]) -> list[Any]:
+        """Send tokens to the ranks of their experts and back, in forward and in backward. Return the hooks.
+
+        A module of experts gets hidden states (tokens, hidden) and the chosen experts of each (tokens, choices).
+        """
+        handles = []
+        for name in expert_modules(resolution.metadata.parameters):
+            owned = (each for each in resolution.metadata.parameters if each.name.rpartition(".")[0] == name)
+            layouts = [resolution.layouts[each.name] for each in owned if each.name in resolution.layouts]
+            along = [axis for axis in axes if any(axis in each.sharded_axes for each in layouts)]
+
+            def moved(tensor: torch.Tensor, choices: int, name: str = name, along: list[str] = along) -> None:
+                size = choices * tensor.numel() * tensor.itemsize
+                for axis in 2 * along:  # dispatch and combine
+                    self.collectives.append((axis, "all_to_all", "activations", name, size))
+
+            def before(module: nn.Module, args: Any, kwargs: Any, moved: Any = moved) -> None:
+                tensors = list(tensors_of((args, kwargs)))
+                indices = [each for each in tensors if not each.is_floating_point()]
+                if tensors and indices and tensors[0].is_floating_point():
+                    choices = indices[0].shape[-1]
+                    moved(tensors[0], choices)
+                    if tensors[0].requires_grad and not self.timeline.in_backward():
+                        tensors[0].register_hook(lambda grad: moved(grad, choices))
+
+            if along:
+                handles.append(module.get_submodule(name).register_forward_pre_hook(before, with_kwargs=True))
         return handles
 
     def gathered_buffer(self, size: int) -> torch.Tensor:

@@ -35,20 +35,20 @@ from tp_styles.styles.context_attention import (
 )
 from tp_styles.values import ModuleInfo, Redistribution, StyleSpec, describe
 
+# Names of inputs that are sharded without a word, and their dim of tokens.
 SEQUENCE_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "token_type_ids": 1, "labels": 1}
-"""Names of inputs that are sharded without a word, and their dim of tokens."""
 
+# Outputs of transformers with tokens in dim 1.
 SEQUENCE_OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
-"""Outputs of transformers with tokens in dim 1."""
 
+# Names of key-value caches in transformers. One that leaves holds this rank's tokens, and none is taken.
 CACHES = ("past_key_values", "cache")
-"""Names of key-value caches in transformers. One that leaves holds this rank's tokens, and none is taken."""
 
+# Names of modules that mix tokens other than by attention: state spaces, convolutions, token shifts.
 MIXERS = re.compile(
     "Mamba|Rwkv|RWKV|ShortConv|GatedDelta|RecurrentBlock|RgLru|LinearAttention|LightningAttention|KimiDelta|[ms]LSTM"
     "|Hyena|Retention"
 )
-"""Names of modules that mix tokens other than by attention: state spaces, convolutions, token shifts."""
 
 FULL = Replicate()
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
