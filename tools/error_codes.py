@@ -1,11 +1,11 @@
-"""The error codes of all packages: one table of causes and remedies, a page for each package, an index by code.
+"""Error codes of all packages: one table of causes and remedies, a page for each package, an index by code.
 
     python tools/error_codes.py           every code has a row, every row a code, the pages are current   (nox -s lint)
     python tools/error_codes.py --write   write docs/errors.md and docs/errors/PACKAGE.md
 
 `tools/error_codes.toml` holds cause and remedy. A code is the first argument of a `Problem` in a package's sources; a
-code that stands in a variable is found by its row. A code that several packages raise is on each of their pages, so that
-a user of one package reads one page.
+code that stands in a variable is found by its row. A code that several packages raise is on each of their pages: a user
+of one package reads one page.
 """
 
 from __future__ import annotations

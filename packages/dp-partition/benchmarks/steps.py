@@ -82,7 +82,7 @@ def measure(name: str, column: str, rank: int) -> dict[str, Any]:
         units = runner.eager.units
         result |= {"full": len(units.full), "why": next(iter(units.full.values()), "")}
         result |= {"params": len(runner.eager.parameters), "unchecked": runner.unchecked}
-    result["checked"] = len(runner.checked) if door == "distribute" else runner.num_checked
+    result["checked"] = len(runner.checked) if door == "distribute" else runner.schedule.num_checked
     step.release()
     values = watched(script)
     result["error"] = max(distance(values, by_hand), distance(results, metrics))

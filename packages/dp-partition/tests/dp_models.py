@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +55,16 @@ class GPT(nn.Module):
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
+
+
+@contextmanager
+def warns_once(ranks: Ranks, match: str) -> Iterator[None]:
+    """The first rank warns in the block, and no other: one warning a job."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(one.message) for one in caught]
+    assert [re.search(match, text) is not None for text in texts] == [True] * (ranks.rank == 0), texts
 
 
 def kinds_of(log: Any) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ STEP_ROWS: dict[str, StepRow] = {
     "SparseAdam": StepRow(plain, Sparse, torch.optim.SparseAdam, refused="sparse-gradient"),
     "LBFGS": StepRow(with_closure, optim=torch.optim.LBFGS, refused="not-traceable"),
     "groups, maximize": StepRow(plain, optim=some_groups),
-    "Muon": StepRow(plain, no_bias, muon, close=1e-2),  # bfloat16 inside,
+    "Muon": StepRow(plain, no_bias, muon),
 }
 
 

@@ -76,11 +76,11 @@ def _add(one: Verified, other: Verified) -> Verified:
 
 
 def _verify_world(step: Runner, call: CallArguments, world: int) -> Verified:
-    step_state = find_step_state(step.function, call.args, call.kwargs)
+    step_state = find_step_state(step.traces.function, call.args, call.kwargs)
     if step.binding is None:
         check_traceable(step_state)
     plan = step.plan_for(step_state, world)
-    capture = capture_single_device(step.function, call, step_state, plan, step.settings)
+    capture = capture_single_device(step.traces.function, call, step_state, plan, step.settings)
     return verify_capture(step, capture, plan, input_values(step, capture, step_state, call.args, call.kwargs, world))
 
 

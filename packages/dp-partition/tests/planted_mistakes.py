@@ -189,7 +189,7 @@ MENDED: dict[str, Cause] = {
         lambda: patch.object(fingerprint.FunctionReads, "read", lambda self, *placed: ()),
         between=_set(CONFIG, "scale", 3.0),
     ),
-    "5 counter": Cause(counting, lambda: patch.object(runner.Runner, "check_python_state", lambda *args: None)),
+    "5 counter": Cause(counting, lambda: patch.object(runner.Traces, "check_python_state", lambda *args: None)),
     "6 groups swapped": Cause(
         lambda: plain,
         lambda: patch.object(runner, "program_key", lambda *args: 0),
@@ -409,15 +409,15 @@ GRAPH_MISTAKES: dict[str, tuple[str, Change]] = {
 
 def change_graphs(step: dp.CompiledStep, change: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
     """Apply a pass to every graph that the step partitions from now on."""
-    one = runner_of(step)
-    build = one.build
+    made = runner_of(step).traces
+    build = made.build
 
     def built(*args: Any) -> Any:
         program = build(*args)
         program.capture.module = change(program.module)
         return program
 
-    one.build = built
+    made.build = built
 
 
 def mutation(index: int) -> Change:

@@ -10,7 +10,6 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition import runner
 from dp_partition.api import runner_of
 from ranktest import Ranks
 from torch import nn
@@ -109,16 +108,16 @@ def test_other_batch_sizes_retrace_once(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_many_traces_warn_and_are_let_go(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr("dp_partition.runner.MOST_PROGRAMS", 3)
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), check="never")
     for rows in range(1, 9):
         step(model, optim, torch.ones(rows, 8, device=ranks.device))
-    with pytest.warns(UserWarning, match="mean_step was traced 9 times"):
+    with models.warns_once(ranks, "mean_step was traced 9 times"):
         step(model, optim, torch.ones(9, 8, device=ranks.device))
     step(model, optim, torch.ones(9, 8, device=ranks.device))
-    assert step.num_traces == 9 and sum(map(len, runner_of(step).programs.values())) == 3
+    assert step.num_traces == 9 and sum(map(len, runner_of(step).traces.programs.values())) == 3
 
 
 @pytest.mark.ranks(2)

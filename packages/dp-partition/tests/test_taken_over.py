@@ -323,7 +323,7 @@ def test_two_steps_over_one_model(ranks: Ranks, style: Any, door: Any) -> None:
         for (g, d, og, od), rows, functions in ((ours, mine, (first, second)), (alone, slice(None), (d_step, g_step))):
             functions[0](g, d, od, x[rows], z[rows])
             functions[1](g, d, og, z[rows])
-    checked = runner_of(second).num_checked if door is dp.compile else len(runner_of(second).checked)
+    checked = runner_of(second).schedule.num_checked if door is dp.compile else len(runner_of(second).checked)
     assert checked >= 2
     first.release()
     trained, expected = ([*g.parameters(), *d.parameters()] for g, d, *_ in (ours, alone))
@@ -541,3 +541,102 @@ def test_an_optimizer_that_rounds_otherwise_on_shards_keeps_its_parameters_full(
             called.release()
             moved[kind, style] = [p.detach() for p in model.parameters()]
         assert all(map(torch.equal, moved[kind, "replicate"], moved[kind, "fully_shard"]))
+
+
+class Mixture(nn.Module):
+    """A forward that leaves its loss and its hidden state in attributes: the step reads one, the caller the other."""
+
+    def __init__(self, hidden: Any) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.balance: Any = None
+        if hidden is None:
+            self.hidden: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = torch.tanh(self.body(x))
+        self.balance = self.hidden.square().mean()
+        out: torch.Tensor = self.head(self.hidden)
+        return out
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_tensor_that_a_forward_leaves_in_an_attribute_is_there_between_calls(
+    ranks: Ranks, style: Any, door: Any
+) -> None:
+    def step(model: Any, optim: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean() + 0.1 * model.balance
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    for hidden in (None, "absent"):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Mixture(hidden).double())
+        optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        called = door(step, mesh=ranks.mesh((2,), ("dp",)), style=style)
+        for call, rows in enumerate((4, 4, 6, 4, 6, 4)):
+            x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(call)).double()  # the same on both
+            called(models[0], optims[0], x)
+            step(models[1], optims[1], x)
+            for name in ("hidden", "balance"):
+                got, want = (getattr(model, name).detach() for model in models)
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
+            assert models[0].hidden.shape == (rows, 8)
+        if door is dp.compile:
+            assert called.num_traces == 2
+        called.release()
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_that_reads_what_its_last_call_left_is_a_mismatch(ranks: Ranks) -> None:
+    class Recurrent(nn.Linear):
+        before: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            out = out if self.before is None else out + self.before
+            self.before = out.detach()
+            return out
+
+    def step(model: Any, optim: Any, x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    model = Recurrent(8, 3).double()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    called = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="replicate")
+    x = torch.randn(4, 8, dtype=torch.float64)
+    called(model, optim, x)
+    with pytest.raises(dp.PlanError, match="check-mismatch"):
+        called(model, optim, x)
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_a_model_in_shards_is_refused_with_the_way_on_and_runs_within_unsharded(ranks: Ranks) -> None:
+    def step(model: Any, optim: Any, x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    called = dp.distribute(step, mesh=ranks.mesh((2,), ("dp",)))
+    x = torch.randn(4, 8, dtype=torch.float64)
+    for _ in range(3):
+        called(model, optim, x)
+    with pytest.raises(dp.PlanError, match=r"already-applied.*step.unsharded"):
+        copy.deepcopy(model)
+    with called.unsharded():
+        copied = copy.deepcopy(model)
+        want = model(x)
+    assert torch.equal(copied(x), want) and type(copied) is nn.Sequential
+    called(model, optim, x)
+    called.release()
+    assert torch.equal(copy.deepcopy(model)(x), model(x)) and not torch.equal(model(x), want)

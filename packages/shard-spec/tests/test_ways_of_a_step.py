@@ -12,7 +12,7 @@ import pytest
 import recorded_ways
 import torch
 from ranktest import Ranks
-from shard_spec import FullyShardPlanner, PlanError, ShardingPlan
+from shard_spec import FullyShardPlanner, PlanError, ShardingPlan, topology_preset
 from torch import nn
 from torch.nn import functional
 
@@ -262,3 +262,37 @@ def test_routing_that_the_forward_reads_counts_as_even(family: str) -> None:
     for count in counts:
         assert any("counts as even" in note for note in count.notes)
     assert 1.95 * counts[0].local_bytes <= counts[1].local_bytes <= 2.05 * counts[0].local_bytes
+
+
+def test_one_simulation_gives_memory_communication_and_time() -> None:
+    plan, x = FullyShardPlanner({"fsdp": 2}, "fsdp").build_plan(Stack()), torch.randn(64, 16)
+    machine = topology_preset("h100-sxm")
+    runs = 0
+
+    class Counted(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal runs
+            runs += 1
+            return super().forward(x)
+
+    memory, moved = plan.cost(Counted(), x, topology=machine, accumulate=3)
+    assert runs == 1
+    assert memory.parts == plan.memory(Stack(), x, accumulate=3).parts
+    alone = plan.communication(Stack(), x, topology=machine, accumulate=3)
+    assert moved.to_json() == alone.to_json()
+    # Forward, and gradients of weights and of inputs but the first one's.
+    assert moved.flops == 3 * 2 * 64 * 16 * 16 * (3 * 4 - 1)
+    assert moved.step_seconds is not None
+    least, most = moved.step_seconds
+    assert moved.compute_seconds is not None
+    assert moved.seconds is not None
+    assert least == max(moved.compute_seconds, moved.seconds["fsdp"])
+    assert most == moved.compute_seconds + moved.seconds["fsdp"]
+    assert "time of the step" in str(moved)
+
+
+def test_products_are_counted_by_shard() -> None:
+    rules = {"blocks.{0,2}.weight": "tp:S(0)", "blocks.{1,3}.weight": "tp:S(1)"}
+    x = torch.randn(64, 16)
+    full, halves = (ShardingPlan(each, mesh={"tp": 2}).cost(Stack(), x)[1].flops for each in ({}, rules))
+    assert halves * 2 == full

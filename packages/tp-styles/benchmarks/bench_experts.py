@@ -2,8 +2,8 @@
 
     python packages/tp-styles/benchmarks/bench_experts.py [ranks] [rounds]
 
-One run, rounds interleaved: forward and backward of one layer of experts (Qwen3-MoE's class, eager) with each rank's own
-tokens. The raw form knows all splits ahead: it has no counts to exchange, no order to restore, no router's gradient.
+One run, rounds interleaved: forward and backward of one layer of experts (Qwen3-MoE's class, eager) with tokens of each
+rank's own. The raw form knows all splits ahead: no counts to exchange, no order to restore, no router's gradient.
 Median CPU and wall time of rank 0 and bytes that it sends, on gloo. Writes Markdown to standard output.
 """
 
@@ -30,9 +30,7 @@ def experts_module() -> Any:
     """Return experts of Qwen3-MoE in float32."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    config = SimpleNamespace(
-        num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=HIDDEN, hidden_act="silu"
-    )
+    config = SimpleNamespace(num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=HIDDEN, hidden_act="silu")
     config._experts_implementation = "eager"
     torch.manual_seed(0)
     module = Qwen3MoeExperts(config)

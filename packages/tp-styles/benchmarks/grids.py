@@ -3,6 +3,7 @@
     python packages/tp-styles/benchmarks/grids.py attention docs/benchmarks/tp-styles-mha.md
     python packages/tp-styles/benchmarks/grids.py families docs/benchmarks/tp-styles-families.md [tp sizes ...]
     python packages/tp-styles/benchmarks/grids.py types PAGE 2
+    python packages/tp-styles/benchmarks/grids.py experts docs/benchmarks/tp-styles-experts.md 2
 
 Minutes each; `--kept FILE` keeps what families gave, and a run that was cut off goes on after them. Every cell runs on
 ranks of its own (gloo, CPU) against the module alone, in float64.
@@ -204,7 +205,70 @@ def types_page(sizes: list[int], kept: Path | None, count: int | None = None) ->
     return "\n".join(rows)
 
 
+# ---------------------------------------------------------------------------------------------- experts
+
+
+def experts(mesh: DeviceMesh, names: list[str], kept: str | None) -> dict[str, Any]:
+    """Outcome of each causal type with experts, and of each class of experts alone; arguments as of `families`."""
+    import expert_models
+
+    classes = expert_models.expert_classes()
+    outcomes: dict[str, Any] = {"types": {}, "classes": {}}
+    for name in names:
+        outcomes["types"][name] = expert_models.check_expert_type(name, mesh)
+        if mesh.get_local_rank() == 0:
+            print(f"{name}: {outcomes['types'][name]}", flush=True)
+    for folder, name in classes:
+        both = {kind: expert_models.check_expert_class(folder, name, mesh, kind) for kind in ("replicated", "sharded")}
+        outcomes["classes"][f"{folder} {name}"] = both
+        if mesh.get_local_rank() == 0:
+            print(f"{name}: {both}", flush=True)
+    if kept is not None and mesh.get_local_rank() == 0:
+        Path(kept).write_text(json.dumps(outcomes))
+    return outcomes
+
+
+def experts_page(sizes: list[int], kept: Path | None) -> str:
+    """Two tables: whole models of every type with experts, and every class of experts alone."""
+    import expert_models
+
+    names = expert_models.expert_types()
+    if kept is not None and kept.exists():
+        outcomes = json.loads(kept.read_text())
+    else:
+        outcomes = on_ranks(experts, sizes[0], names, None if kept is None else str(kept.absolute()))
+    models, classes = outcomes["types"], outcomes["classes"]
+    built = {name: row for name, row in models.items() if row["experts"] is not None}
+    texts = [
+        ", ".join(f"{words[word]} {word}" for word in ("right", "refused", "failed", "wrong"))
+        for words in (
+            Counter(row["outcome"].partition(":")[0] for row in built.values()),
+            Counter(word.partition(":")[0] for row in classes.values() for word in row.values()),
+        )
+    ]
+    rows = [
+        f"`ExpertParallel` on {sizes[0]} ranks beside one process, in float64. Of {len(names)} causal types with"
+        f" classes of experts {len(built)} build small and have experts then; two steps of SGD with experts spread:"
+        f" {texts[0]}. The {len(classes)} classes of experts of transformers alone, output and all gradients, with"
+        f" tokens replicated and sharded: {texts[1]}; the others are made by no configuration of their"
+        " folder so small.",
+        "",
+        "| model type | parameters in spread experts | outcome |",
+        "|---|---|---|",
+        *(f"| {name} | {row['experts']:.1%} | {_cell(row['outcome'])} |" for name, row in sorted(built.items())),
+        "",
+        "| class | tokens replicated | tokens sharded |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {_cell(row['replicated'])} | {_cell(row['sharded'])} |"
+            for name, row in sorted(classes.items())
+        ),
+    ]
+    return "\n".join(rows)
+
+
 PAGES = {
+    "experts": ("all mixtures of experts of transformers", experts_page),
     "types": ("all causal types of transformers", types_page),
     "attention": ("nn.MultiheadAttention", attention_page),
     "families": ("families of transformers", families_page),

@@ -158,7 +158,7 @@ def _small_configs(kind: Any) -> list[Any]:
     return configs
 
 
-def routed_batch(module: nn.Module, width: int, count: int, form: str, seed: int) -> dict[str, torch.Tensor]:
+def routed_batch(module: nn.Module, width: int, count: int, form: str, seed: int) -> dict[str, Any]:
     """Return tokens, indices and weights in the form that the module takes, by argument name."""
     import inspect
 
@@ -208,8 +208,9 @@ def check_expert_class(folder: str, name: str, mesh: DeviceMesh, tokens: Any = "
         errors = [float((output - wanted).abs().max()) if wanted.numel() else 0.0]
         for key, value in references.items():
             if _learns(value):
-                gradient = value.grad if tokens == "replicated" else value.grad.tensor_split(size)[rank]
-                errors.append(float((inputs[key].grad - gradient).abs().max()) if gradient.numel() else 0.0)
+                gradient = gradient_of(value)
+                gradient = gradient if tokens == "replicated" else gradient.tensor_split(size)[rank]
+                errors.append(float((gradient_of(inputs[key]) - gradient).abs().max()) if gradient.numel() else 0.0)
         own_parameters = dict(module.named_parameters())
         for key, parameter in alone.named_parameters():
             errors.append(float((full_gradient(own_parameters[key], mesh) - gradient_of(parameter)).abs().max()))
@@ -234,5 +235,3 @@ def full_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _learns(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-

@@ -1,4 +1,4 @@
-"""Mixtures of experts that the tests share: stacked, flat and numbered experts, a router with losses, a language model."""
+"""Mixtures of experts that the tests share: stacked, flat and numbered experts, a router, a language model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ STYLES: dict[type[nn.Module], dict[str, Any]] = {
 
 
 class Router(nn.Module):
-    """Logits, weights and indices of each token's experts; expert 0 of `skewed` takes most tokens, the last one none."""
+    """Logits, weights and indices of each token's experts; with `skewed` the first experts take all tokens."""
 
     def __init__(self, count: int, k: int = 2, skewed: bool = False) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class MoELM(nn.Module):
 class Block(nn.Module):
     """Attention and mixture, each after a norm."""
 
-    def __init__(self, parts: nn.Module) -> None:
+    def __init__(self, parts: Any) -> None:
         super().__init__()
         self.norm1, self.attn, self.norm2, self.moe = parts.norm1, parts.attn, parts.norm2, parts.moe
 
@@ -193,7 +193,7 @@ def full_value(parameter: torch.Tensor, mesh: DeviceMesh, *, gradient: bool = Fa
 
 
 def average_dense(model: nn.Module, num_ranks: int) -> None:
-    """Average gradients of parameters that are no experts over all ranks, and divide those of experts by their number."""
+    """Average the gradients of all parameters but experts over the ranks; divide those of experts."""
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue

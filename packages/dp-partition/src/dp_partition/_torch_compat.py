@@ -243,6 +243,15 @@ def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
+def group_like(group: c10d.ProcessGroup, ranks: list[int]) -> c10d.ProcessGroup:
+    """Make another group of a group's ranks for the CPU alone, with its timeout; a collective of these ranks."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    settings: Any = {"backend": str(backend.name()), "timeout": backend.options._timeout}
+    group_again: c10d.ProcessGroup = c10d.new_group(ranks, use_local_synchronization=True, **settings)
+    return group_again
+
+
+_OF_FSDP = ("__composable_api", "__deepcopy__")  # attributes of its modules; the second is ours
 _FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager.shards", "dp_partition.runtime.state")  # ours too
 
 
@@ -254,7 +263,7 @@ def _is_from_fsdp(hook: Any) -> bool:
 def without_fsdp(value: Any) -> tuple[type, dict[str, Any]]:
     """Return an object's class from before `fully_shard`, and its attributes without FSDP2's, hooks included."""
     kind = type(value).__mro__[2] if isinstance(value, FSDPModule) else type(value)
-    own = {key: one for key, one in vars(value).items() if not key.startswith("__composable_api")}
+    own = {key: one for key, one in vars(value).items() if not key.startswith(_OF_FSDP)}
     for key, table in own.items():
         if "_hooks" in key and isinstance(table, dict) and any(map(_is_from_fsdp, table.values())):
             own[key] = type(table)((n, hook) for n, hook in table.items() if not _is_from_fsdp(hook))
@@ -295,7 +304,7 @@ def without_fsdp_in(root: torch.nn.Module) -> Iterator[None]:
             table.update(kept | new)
         for unit, kind, own in units:
             unit.__class__ = kind
-            vars(unit).update({key: one for key, one in own.items() if key.startswith("__composable_api")})
+            vars(unit).update({key: one for key, one in own.items() if key.startswith(_OF_FSDP)})
 
 
 def remove_fsdp(unit: torch.nn.Module) -> None:
@@ -304,6 +313,27 @@ def remove_fsdp(unit: torch.nn.Module) -> None:
     for module in unit.modules():
         _strip(module)
     _composable_state._module_state_mapping.pop(unit, None)  # else it could not be sharded again
+
+
+def hook_views_quietly(unit: Any) -> None:
+    """Let FSDP2 hook a module's outputs as ever, without torch 2.13's warning where one is a view.
+
+    A linear layer of a batch of sequences returns a view. The danger that torch warns of, ``output += x`` behind it,
+    is found where a step's first calls are compared with the step on a full copy.
+    """
+    state = unit._get_fsdp_state()
+    original = getattr(state, "_register_pre_backward_hook", None)
+
+    def register(output: Any) -> Any:
+        views = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not any(x._base is not None for x in views) or torch._C._are_functorch_transforms_active():
+            return original(output)  # type: ignore[misc]
+        for x in views if torch.is_grad_enabled() else ():
+            x.register_hook(state._pre_backward)
+        return output
+
+    if original is not None:
+        state._register_pre_backward_hook = register
 
 
 def reset_fsdp(units: Iterable[Any]) -> None:

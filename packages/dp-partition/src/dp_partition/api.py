@@ -114,7 +114,7 @@ def distribute(
     if problems:
         raise PlanError(problems, "dp_partition.distribute")
     settings = Settings(parsed, comm=CommConfig(int(bucket_mb * (1 << 20)), reduce_dtype=reduce_dtype), check=check)
-    steps = steps_of(functions)
+    steps = steps_of(functions, mesh)
     is_sharded = parsed is not DataParallelStyle.REPLICATE
     eager = EagerStep(steps, mesh, ", ".join(map(name_of, steps)), settings.comm, is_sharded, full, observe)
     made = [DistributedStep(DistributedRunner(eager, number, settings)) for number in range(len(steps))]
@@ -298,7 +298,7 @@ class CompiledStep(Step):
     @property
     def num_traces(self) -> int:
         """Number of times the function was traced: once for every new shape, mode or constant."""
-        return self._runner.num_traces
+        return self._runner.traces.num_traces
 
     @property
     def plan(self) -> PartitionPlan:
@@ -309,8 +309,8 @@ class CompiledStep(Step):
     def graph(self) -> fx.GraphModule:
         """The partitioned graph of the last call, with local shapes in ``node.meta["val"]``."""
         self._runner.bound()  # not before the first call
-        assert self._runner.latest is not None
-        module = self._runner.latest.with_local_values()
+        assert self._runner.traces.latest is not None
+        module = self._runner.traces.latest.with_local_values()
         module.recompile()  # passes change the graph, not its code
         return module
 
@@ -321,8 +321,8 @@ class CompiledStep(Step):
         if name is not None:
             return "\n".join([*lines, *explain_messages(messages, self.plan[name].info.name)])
         lines += explain_sums(messages)
-        if self._runner.reads.past:
-            lines.append(f"  reads past its arguments: {', '.join(sorted(self._runner.reads.past))}")
+        if self._runner.traces.reads.past:
+            lines.append(f"  reads past its arguments: {', '.join(sorted(self._runner.traces.reads.past))}")
         return "\n".join(lines)
 
     def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:

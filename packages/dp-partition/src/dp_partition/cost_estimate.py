@@ -208,7 +208,7 @@ def estimate(
     mesh = fake_mesh(world, rank, kind)  # it cannot communicate
     runner = runner_of(compile_step(train_step, mesh=mesh, style=style, **settings))
     plan = runner.plan_for(step_state, shard_world(mesh))
-    program = runner.build(step_state, plan, call, traced_on)
+    program = runner.traces.build(step_state, plan, call, traced_on)
     full = live_memory(program.module.graph, on_cpu=False).resident_bytes  # before local values replace global ones
     graph = program.with_local_values().graph  # at this rank's shapes from here on
     memory = live_memory(graph, on_cpu=torch.device(device or kind).type == "cpu")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dp_partition._shared.problems import PlanError, Problem
@@ -14,8 +14,9 @@ from dp_partition._torch_compat import uncompiled
 from dp_partition.capture.fingerprint import FunctionReads
 from dp_partition.check.checked_call import CheckedEagerCall
 from dp_partition.eager.step import EagerStep
-from dp_partition.plan.placements import num_replicas, shard_world
+from dp_partition.plan.placements import num_replicas, shard_world, warn_on_first
 from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo
+from dp_partition.runtime.consensus import raise_naming_peers
 
 
 class DistributedRunner:
@@ -38,16 +39,24 @@ class DistributedRunner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; compare the first ones, until one cannot be compared."""
-        # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.
-        if self.eager.counts[self.number] < 2 + self.eager.is_sharded and not self.unchecked:
-            return CheckedEagerCall(self, args, kwargs).run()
-        return self.eager(args, kwargs, self.number)
+        count = self.eager.counts[self.number]
+        try:
+            # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.
+            if count < 2 + self.eager.is_sharded and not self.unchecked:
+                return CheckedEagerCall(self, args, kwargs).run()
+            return self.eager(args, kwargs, self.number)
+        except Exception as error:
+            subject = f"call {count + 1} of {self.name} on rank {dist.get_rank()}"
+            raise_naming_peers(error, self.eager.token, self.mesh, subject)
+            raise
 
     def leave_unchecked(self, reason: str) -> None:
         """Record that no call is compared from now on; warn if none was."""
         self.unchecked = reason
         if not self.checked:
-            warnings.warn(f"{self.name}: no call is compared with the step on a full copy: {reason}", stacklevel=5)
+            warn_on_first(
+                self.mesh, f"{self.name}: no call is compared with the step on a full copy: {reason}", stacklevel=5
+            )
 
     def checks(self) -> str:
         """Return the placement and the checked calls as text for the plan."""
@@ -80,13 +89,13 @@ def not_placed(name: str) -> Problem:
     return Problem("not-sharded", name, found="nothing is placed yet", hint="call the step once")
 
 
-def steps_of(functions: list[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
+def steps_of(functions: list[Callable[..., Any]], mesh: DeviceMesh) -> tuple[Callable[..., Any], ...]:
     """Return the functions as they run: of one under `torch.compile` the original, with a warning."""
     steps = tuple(map(uncompiled, functions))
     for step, function in zip(steps, functions, strict=True):
         if step is not function:
             text = f"{name_of(step)}: of a compiled step the original runs; compile the model"
-            warnings.warn(text, stacklevel=4)
+            warn_on_first(mesh, text, stacklevel=4)
     return steps
 
 

@@ -8,7 +8,8 @@ list of them; the type checker holds every reader and writer to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 
 import torch
 from torch import fx
@@ -19,7 +20,6 @@ from dp_partition._torch_compat import OpOverload, pytree
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-    from dp_partition.capture.fakes import Input
     from dp_partition.plan.placements import NodeType
 
 aten = torch.ops.aten
@@ -160,6 +160,43 @@ def is_wait(node: fx.Node) -> bool:
 
 
 Phase = Literal["forward", "backward", "optimizer"]
+
+
+class Hyperparameter(NamedTuple):
+    """One live number: ``optimizers[optimizer].param_groups[group][key]``, or its element ``element`` (betas).
+
+    With ``param`` it is entry ``key`` of the state of the group's parameter of this index.
+    """
+
+    optimizer: int
+    group: int
+    key: str
+    element: int | None = None
+    param: int | None = None
+
+    @property
+    def label(self) -> str:
+        tail = "" if self.element is None else str(self.element)
+        owner = "" if self.param is None else f"_param{self.param}"
+        return f"optim{self.optimizer}_group{self.group}{owner}_{self.key}{tail}"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder: ``kind`` is param, buffer, state, hyper, number or arg. ``key`` that of a state entry."""
+
+    kind: str
+    name: str
+    key: Any = None
+    optimizer: int = 0
+    hyper: Hyperparameter | None = None
+
+    @property
+    def label(self) -> str:
+        if self.kind == "hyper":
+            return self.name
+        tail = "" if self.key is None else f"_{self.key}"
+        return f"{self.kind}_{self.name}{tail}"
 
 
 class NodeMeta(TypedDict, total=False):

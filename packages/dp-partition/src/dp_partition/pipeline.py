@@ -79,9 +79,9 @@ def capture_single_device(
     scale = batch_scale(plan, batch_dim, accumulate)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
     capture = trace_step(function, call, step_state, scale, device)
-    if accumulate > 1:  # micro-batches are the graph's own tensors: arguments get no gradients (the last outputs)
+    if accumulate > 1:  # micro-batches are the graph's own tensors: arguments get no gradients, modules no attributes
         (output,) = [node for node in capture.module.graph.nodes if node.op == "output"]
-        num_outputs = sum(entry.kind != "argument" for entry in capture.returned.outputs)
+        num_outputs = sum(entry.kind not in ("attribute", "argument") for entry in capture.returned.outputs)
         output.args = (list(output.args[0])[:num_outputs],)
         del capture.returned.outputs[num_outputs:]
     # Gives one node per tensor, hyperparameters as inputs, no dead node.

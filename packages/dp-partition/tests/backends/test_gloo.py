@@ -108,7 +108,7 @@ def test_no_graph_on_gloo_has_a_gather_with_a_long_name(ranks: Ranks) -> None:
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     step(model, optim, torch.rand(4, 8))
-    program = runner_of(step).latest
+    program = runner_of(step).traces.latest
     assert program is not None
     counts = Counter(node.target for node in program.for_backend().nodes)
     named = Counter(node.target for node in step.graph.graph.nodes)

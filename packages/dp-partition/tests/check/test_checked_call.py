@@ -228,7 +228,7 @@ def right_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> int:
             step(model, optim, x, y)
         optim.param_groups[0]["lr"] = 1e-2 / (call + 2)
     assert "unchecked" not in step.plan.checks, step.plan.checks
-    return int(runner_of(step).num_checked)
+    return int(runner_of(step).schedule.num_checked)
 
 
 def test_calls_are_drawn_from_intervals() -> None:

@@ -90,23 +90,23 @@ def test_a_new_trace_is_checked_at_once(ranks: Ranks, style: Any) -> None:
 @pytest.mark.ranks(2)
 def test_a_right_new_trace_is_counted_and_the_schedule_goes_on(ranks: Ranks) -> None:
     step, model, optim = started(ranks, "zero2")
-    checked = runner_of(step).num_checked
+    checked = runner_of(step).schedule.num_checked
     with patience():
         step(model, optim, batch(ranks, 3, 5), 1)
-    assert runner_of(step).num_checked == checked + 1
+    assert runner_of(step).schedule.num_checked == checked + 1
     step(model, optim, batch(ranks, 4, 5), 1)
-    assert runner_of(step).num_checked == checked + 1  # known by now, and none is due
+    assert runner_of(step).schedule.num_checked == checked + 1  # known by now, and none is due
 
 
 @pytest.mark.ranks(2)
 def test_a_rank_that_traces_alone_trains_on(ranks: Ranks) -> None:
     step, model, optim = started(ranks, "fully_shard")
-    checked = runner_of(step).num_checked
+    checked = runner_of(step).schedule.num_checked
     step(model, optim, batch(ranks, 3, 4 + ranks.rank % 2), 1)
-    assert runner_of(step).num_checked == checked
+    assert runner_of(step).schedule.num_checked == checked
     for call in range(4, 12):
         step(model, optim, batch(ranks, call, 4 + (ranks.rank + call) % 2), 1)
-    assert runner_of(step).num_checked > checked  # the calls that are due, on all ranks
+    assert runner_of(step).schedule.num_checked > checked  # the calls that are due, on all ranks
     assert step.num_traces == 2
 
 
@@ -116,7 +116,7 @@ def test_a_trace_that_never_comes_again_does_not_keep_the_check_going(ranks: Ran
     for call in range(3, 40):
         step(model, optim, batch(ranks, call, 9 if call == 3 and ranks.rank else 4), 1)
     due = 3 + len([4, 8, 16, 32])  # of the schedule, without those for the trace
-    assert runner_of(step).num_checked <= due + 2 * IN_A_ROW + 1
+    assert runner_of(step).schedule.num_checked <= due + 2 * IN_A_ROW + 1
     assert step.num_traces == 1 + ranks.rank
 
 
@@ -125,9 +125,9 @@ def test_a_rank_alone_asks_no_store(ranks: Ranks) -> None:
     """A fake group's store cannot answer."""
     with patch.object(consensus, "default_store", side_effect=AssertionError):
         step, model, optim = started(ranks, "replicate")
-        checked = runner_of(step).num_checked
+        checked = runner_of(step).schedule.num_checked
         step(model, optim, batch(ranks, 3, 6), 1)
-        assert runner_of(step).num_checked == checked + 1
+        assert runner_of(step).schedule.num_checked == checked + 1
 
 
 def trains_or_not(model: Any, optim: Any, x: torch.Tensor, trains: bool) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_checked_calls_without_collectives_do_not_part_the_ranks(ranks: Ranks) -
             trains = call != 1 if second else call not in (1, 2, 3, 5, 6, 7)
             results = step(model, optims[0], x, trains), trains_or_not(plain, optims[1], x, trains)
             torch.testing.assert_close(*results)
-        assert runner_of(step).num_checked >= 4
+        assert runner_of(step).schedule.num_checked >= 4
         step.release()
 
 
@@ -197,7 +197,7 @@ def test_a_length_that_one_rank_first_meets_late_is_checked_in_that_call(ranks: 
     for call in range(19):
         step(model, optim, rows(ranks, call, 8))
     runner = runner_of(step)
-    checked = runner.num_checked
+    checked = runner.schedule.num_checked
     runner.schedule.next = 100  # none is due
     before = [p.full_tensor().clone() for p in model.parameters()]
     late = rows(ranks, 19, 12 if ranks.rank else 8)
@@ -207,7 +207,7 @@ def test_a_length_that_one_rank_first_meets_late_is_checked_in_that_call(ranks: 
     after = [p.full_tensor() for p in model.parameters()]
     assert all(map(torch.equal, before, after)) and len(after) == 2
     step(model, optim, rows(ranks, 20, 8))  # the next call works, on all ranks
-    assert runner.num_checked == checked + 1  # it follows a failed one
+    assert runner.schedule.num_checked == checked + 1  # it follows a failed one
     step.release()
 
 
@@ -219,7 +219,7 @@ def test_each_length_is_checked_once_on_all_ranks(ranks: Ranks) -> None:
     for call, lengths in enumerate([(8, 8), (8, 8), (8, 9), (9, 8), (8, 9), (5, 6), (1, 8), (8, 8)]):
         runner.schedule.next = 100 if call else 1
         step(model, optim, rows(ranks, call, lengths[ranks.rank]))
-        counts.append(runner.num_checked)
+        counts.append(runner.schedule.num_checked)
     assert counts == [1, 1, 2, 3, 3, 4, 5, 5]
     assert step.num_traces == 1 + (ranks.rank == 0)  # length 1 has a trace of its own
     step.release()

@@ -17,11 +17,11 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_partition.api import runner_of
-from dp_partition.capture.fingerprint import program_key
 from dp_partition.capture.inputs import read_arguments, read_optimizers
 from dp_partition.capture.state import find_step_state
 from dp_partition.plan.placements import fake_mesh
 from dp_partition.plan.plan import Style
+from dp_partition.runner import program_key
 from ranktest import Ranks
 from torch import nn
 
@@ -223,7 +223,7 @@ def test_what_no_code_of_a_step_names_may_change() -> None:
     def key() -> Any:
         call = read_arguments("step", (model, optim, x), {})
         step_state = find_step_state(trainer.train_step, call.args, {})
-        return program_key(step_state, call, runner.reads, read_optimizers([optim]))
+        return program_key(step_state, call, runner.traces.reads, read_optimizers([optim]))
 
     first = key()
     for _ in range(3):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.activations import estimate_activations
-from shard_spec.estimate.communication import communication
+from shard_spec.estimate.activations import Step, activations_of, simulate
+from shard_spec.estimate.communication import communication_of
 from shard_spec.estimate.memory import memory_of
 from shard_spec.formatting import human_ranks
 from shard_spec.layout.mesh import MeshSpec, as_mesh
@@ -165,20 +165,43 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or a name is not known.
         """
+        resolution = resolve(self, module)
         own = None if isinstance(module, ModelMetadata) else module
-        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=step.get("dtype"), module=own)
-        if batch is None:
-            return static
-        if isinstance(module, ModelMetadata):
-            raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-        if grads is False and any(each.requires_grad for each in module.parameters()):
-            text = "grads=False beside a batch, whose step makes gradients in its backward"
-            hint = "leave grads out; to count a state without gradients leave batch out"
-            raise PlanError(Problem("conflicting-arguments", "grads", found=text, hint=hint))
-        # Off the CPU torch's optimizers update all parameters at once.
-        foreach = any(each.device.type != "cpu" for each in module.parameters())
-        estimate = self.activations(module, batch, **step)
-        return static.with_activations(estimate, foreach=foreach, buckets=step.get("ddp") == "buckets")
+        static = memory_of(resolution, optimizer=optimizer, grads=grads, dtype=step.get("dtype"), module=own)
+        return (
+            static
+            if batch is None
+            else _beside(static, _simulated(resolution, module, batch, step), module, grads, step)
+        )
+
+    def cost(
+        self,
+        module: nn.Module,
+        batch: Batch,
+        *,
+        optimizer: OptimizerLike = "adamw",
+        topology: Topology | None = None,
+        cost_model: AlphaBetaCostModel | None = None,
+        **step: Unpack[StepOptions],
+    ) -> tuple[Memory, Communication]:
+        """Return memory and communication of a training step, from one simulation; see :meth:`memory`.
+
+        Args:
+            module: The model.
+            batch: As in :meth:`activations`.
+            optimizer: As in :meth:`memory`.
+            topology: Machine for the time of collectives and products.
+            cost_model: Times of both; default is the alpha-beta model.
+            step: How the step runs; see :class:`StepOptions`.
+
+        Raises:
+            PlanError: If the plan does not match the model, or its layouts use several meshes.
+        """
+        resolution = resolve(self, module)
+        static = memory_of(resolution, optimizer=optimizer, dtype=step.get("dtype"), module=module)
+        run = _simulated(resolution, module, batch, step)
+        moved = communication_of(resolution, run, step, topology=topology, cost_model=cost_model)
+        return _beside(static, run, module, True, step), moved
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.
@@ -192,7 +215,8 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model.
         """
-        return estimate_activations(self, module, batch, **step)
+        resolution = resolve(self, module)
+        return activations_of(_simulated(resolution, module, batch, step), module, step)
 
     def communication(
         self,
@@ -217,7 +241,9 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
-        return communication(resolve(self, module), module, batch, topology=topology, cost_model=cost_model, **step)
+        resolution = resolve(self, module)
+        run = None if batch is None else _simulated(resolution, module, batch, step)
+        return communication_of(resolution, run, step, topology=topology, cost_model=cost_model)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
         """Explain this plan in words. With ``name`` one tensor; with ``module`` also reasons and local shapes."""
@@ -388,3 +414,22 @@ class ShardingPlan(PlanContent):
 
         layouts, roles = from_distributed_config(config, module)
         return cls.from_layouts(layouts, axis_roles=roles).compact(module)
+
+
+def _simulated(resolution: Resolution, module: nn.Module | ModelMetadata, batch: Batch, step: StepOptions) -> Step:
+    if isinstance(module, ModelMetadata):
+        raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
+    return simulate(resolution, module, batch, **step)
+
+
+def _beside(static: Memory, run: Step, module: Any, grads: bool | str, step: StepOptions) -> Memory:
+    """Return the bytes of the state with those of a simulated step."""
+    if grads is False and any(each.requires_grad for each in module.parameters()):
+        text = "grads=False beside a batch, whose step makes gradients in its backward"
+        hint = "leave grads out; to count a state without gradients leave batch out"
+        raise PlanError(Problem("conflicting-arguments", "grads", found=text, hint=hint))
+    # Off the CPU torch's optimizers update all parameters at once.
+    foreach = any(each.device.type != "cpu" for each in module.parameters())
+    return static.with_activations(
+        activations_of(run, module, step), foreach=foreach, buckets=step.get("ddp") == "buckets"
+    )

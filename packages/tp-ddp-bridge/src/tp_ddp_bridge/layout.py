@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
-from tp_ddp_bridge._shared.full_reads import FULL_READS, REDUCTIONS, full_read, named
+from tp_ddp_bridge._shared.full_reads import FULL_READS, full_read, named
 from tp_ddp_bridge._shared.norms import BRIDGED
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge._shared.sharding_info import ShardingInfo, sharding_info_of
@@ -167,8 +167,8 @@ class Refusing:
     """Mixin of the classes of tensors that hold one rank's shard: what would take it for the full tensor is refused.
 
     `leaf.abs().max()` and `torch.norm(leaf)` are other numbers on each rank, without an error. `leaf.detach()` is the
-    plain shard. Results with a shard's shape or memory are refused in turn, as a `ShardValue`, so that a penalty
-    `(leaf * leaf).sum()` raises at its sum.
+    plain shard. What is computed from it is refused in turn, as a `ShardValue`: a penalty `(leaf * leaf).sum()` raises
+    at its sum. Products with a batch, as `functional.linear(x, leaf)`, are plain.
     """
 
     __slots__ = ()
@@ -224,12 +224,14 @@ _PLACES = (torch, torch.Tensor, functional)
 _PLAIN = {_DATA.__get__, _GRAD.__get__, torch.autograd.grad}.union(
     named("detach module_load zeros_like ones_like full_like empty_like rand_like randn_like randint_like", *_PLACES),
     named("new_empty new_zeros new_ones new_full new_tensor new_empty_strided", *_PLACES),
-    named("linear matmul __matmul__ __rmatmul__ mm bmm einsum tensordot outer", *_PLACES),
 )
-"""Functions whose result is no shard of the leaf: the caller asked for the plain one, or for a tensor of its shape
-with other values, or, of a product, it is another matrix that may have the shard's shape."""
-_SPREADING = {*named("cat concat concatenate stack hstack vstack", torch), *REDUCTIONS}
-"""Functions whose result is of a shard in whatever shape: the largest of each row is, and its maximum is refused."""
+"""Functions whose caller asked for the plain shard, or for a tensor of its shape with other values."""
+_PRODUCTS = named(
+    "linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv baddbmm einsum tensordot outer bilinear conv1d conv2d "
+    "conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding layer_norm rms_norm group_norm batch_norm",
+    *_PLACES,
+)
+"""Functions of a weight and a batch: what a user computes with a shard by hand is the user's."""
 _INITIALISE = "initialise before the module is sharded, or by load_state_dict() of full tensors"
 
 
@@ -252,16 +254,18 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
 def _as_shard_value(result: Any, func: Any, shards: list[Any]) -> Any:
     if type(result) is not torch.Tensor:  # also the written one itself, of an in-place function
         return result
-    memory, dims = result.untyped_storage().data_ptr(), {_shard_dims(shard) for shard in shards}
-    for shard in shards:
-        is_view = bool(memory) and memory == shard.untyped_storage().data_ptr()
-        # A square shard's transpose has its shape too, and other strides.
-        is_alike = result.shape == shard.shape and not (is_view and result.stride() != shard.stride())
-        if is_alike or is_view or func in _SPREADING:
-            value = result.as_subclass(ShardValue)
-            value._shard_dims = dims.pop() if is_alike and len(dims) == 1 else None
-            return value
-    return result
+    memory = result.untyped_storage().data_ptr()
+    is_view = memory != 0 and any(memory == shard.untyped_storage().data_ptr() for shard in shards)
+    if not (result.dim() or is_view or result.dtype == torch.bool) and any(shard.dim() for shard in shards):
+        _raise_full_read(func.__name__)  # one number of all elements, as `functional.mse_loss(leaf, target)`
+    if func in _PRODUCTS:
+        return result
+    value, dims = result.as_subclass(ShardValue), {_shard_dims(shard) for shard in shards}
+    # A square shard's transpose has its shape too, and other strides.
+    is_turned = is_view and any(result.stride() != shard.stride() for shard in shards)
+    is_alike = len(dims) == 1 and all(result.shape == shard.shape for shard in shards)
+    value._shard_dims = dims.pop() if is_alike and not is_turned else None
+    return value
 
 
 def _shard_dims(shard: Any) -> tuple[int, ...] | None:

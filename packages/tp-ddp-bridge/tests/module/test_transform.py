@@ -226,6 +226,7 @@ def test_reads_and_draws_of_a_full_weight_are_refused_on_shards(ranks: Ranks) ->
     arguments |= dict.fromkeys(("logcumsumexp", "flip", "argsort"), (0,)) | {"roll": (1,), "bernoulli_": (0.5,)}
     arguments |= dict.fromkeys(("quantile", "nanquantile", "geometric_"), (0.5,))
     arguments |= dict.fromkeys(("kthvalue", "topk", "matrix_power"), (1,))
+    arguments |= dict.fromkeys(("dot", "vdot", "inner"), (leaf,))
     for name in reads:
         way_on = "initialise before" if name.endswith("_") else rf"{name} of module\.weight"
         with pytest.raises(PlanError, match=rf"local-shard-as-full\] {name}\(\): .*{way_on}"):
@@ -293,6 +294,15 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "largest of chunks": lambda leaf: leaf.chunk(2)[1].max(),
     "shards of two layouts": lambda leaf: (leaf * leaf.t()).sum(1),
     "each row": lambda leaf: [row.sum() for row in leaf],
+    "padded": lambda leaf: functional.pad(leaf, (1, 1)).max(),
+    "broadcast": lambda leaf: (leaf.unsqueeze(0) * torch.ones(3, 1, 1)).sum(),
+    "masked": lambda leaf: leaf[leaf > 0].mean(),
+    "differences": lambda leaf: torch.diff(leaf).norm(),
+    "a loss of it": lambda leaf: functional.mse_loss(leaf, torch.zeros(16, 16)),
+    "its product with itself": lambda leaf: torch.einsum("ij,ij->", leaf, leaf),
+    "its dot product": lambda leaf: torch.dot(leaf.view(-1), leaf.view(-1)),
+    "a transform of it": lambda leaf: torch.fft.fft(leaf, dim=0),
+    "covariance": torch.cov,
     "a copy": lambda leaf: leaf.clone().mean(),
     "a write by index": lambda leaf: leaf.detach_() if leaf.requires_grad else leaf.__setitem__(0, 1.0),
 }

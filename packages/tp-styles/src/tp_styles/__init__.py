@@ -10,6 +10,7 @@ from tp_styles._shared.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from tp_styles._shared.norms import clip_grad_norm_
     from tp_styles.apply import TPHandle, apply_plan, parallelize_module
+    from tp_styles.compare_models import compare
     from tp_styles.legacy import (
         PairwiseParallel,
         make_input_replicate_1d,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         make_output_tensor,
         make_sharded_output_tensor,
     )
+    from tp_styles.losses import sharded_cross_entropy
     from tp_styles.plan.model import TPPlan
     from tp_styles.plan.planned import explain, plan_styles
     from tp_styles.problems import PlanError, Problem
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from tp_styles.styles.attention import GQAParallel, MultiheadAttentionParallel, TransformerLayerParallel
     from tp_styles.styles.base import ParallelStyle
     from tp_styles.styles.blocks import BlockParallel, LoRAParallel, NoParallel, SequenceParallel
+    from tp_styles.styles.context_parallel import ContextParallel
     from tp_styles.styles.expert_parallel import ExpertParallel, RouterLogits
     from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
     from tp_styles.styles.prepare_module import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -54,6 +57,7 @@ __all__ = [
     "NoParallel",
     "ExpertParallel",
     "RouterLogits",
+    "ContextParallel",
     "PairwiseParallel",
     "make_input_replicate_1d",
     "make_input_reshard_replicate",
@@ -78,8 +82,10 @@ __all__ = [
     "parallelize_module",
     "full_state_dict",
     "vocab_parallel_cross_entropy",
+    "sharded_cross_entropy",
     "clip_grad_norm_",
     "tp_rng",
+    "compare",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -87,6 +93,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "_shared.norms": ("clip_grad_norm_",),
         "apply": ("TPHandle", "apply_plan", "parallelize_module"),
+        "compare_models": ("compare",),
         "legacy": (
             "PairwiseParallel",
             "make_input_replicate_1d",
@@ -99,6 +106,7 @@ __getattr__, __dir__ = lazy_exports(
             "make_output_tensor",
             "make_sharded_output_tensor",
         ),
+        "losses": ("sharded_cross_entropy",),
         "plan.model": ("TPPlan",),
         "plan.planned": ("explain", "plan_styles"),
         "problems": ("PlanError", "Problem"),
@@ -110,6 +118,7 @@ __getattr__, __dir__ = lazy_exports(
         "styles.base": ("ParallelStyle",),
         "styles.blocks": ("BlockParallel", "LoRAParallel", "NoParallel", "SequenceParallel"),
         "styles.expert_parallel": ("ExpertParallel", "RouterLogits"),
+        "styles.context_parallel": ("ContextParallel",),
         "styles.linear": ("ColwiseParallel", "FusedColwiseParallel", "RowwiseParallel"),
         "styles.prepare_module": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
         "training": ("full_state_dict", "vocab_parallel_cross_entropy"),

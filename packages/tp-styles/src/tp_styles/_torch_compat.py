@@ -66,6 +66,18 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_backward() -> bool:
+    """True while autograd runs: an activation checkpoint repeats forwards there."""
+    return not is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def active_ddp() -> Any:
+    """Return the `DistributedDataParallel` whose forward runs, None outside of one."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
 # The local tensor itself, without autograd; no frame of Python, since each forward reads every weight.
 local_of: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
@@ -104,7 +116,7 @@ gradient_like: Callable[[torch.Tensor, Any], DTensor] = partial(DTensor.__new__,
 
 def without_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that torch.compile runs as it is: the graph breaks around it. torch.compiler is loaded late."""
-    wrapped: Callable[..., Any] = torch._disable_dynamo(function)
+    wrapped: Callable[..., Any] = torch._disable_dynamo(function)  # type: ignore[attr-defined]  # private
     return wrapped
 
 

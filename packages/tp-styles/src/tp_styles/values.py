@@ -69,6 +69,11 @@ class Split:
         """True if ranks hold consecutive rows in their order: at most one section, from rank 0 on, and no copies."""
         return len(self.sections) <= 1 and all(one.copies == 1 and not one.first for one in self.sections)
 
+    @property
+    def is_on_one_rank(self) -> bool:
+        """True if one rank holds all rows, as those of a numbered expert."""
+        return [section.unit for section in self.sections] == [self.global_size]
+
     def is_plain(self, tp_size: int) -> bool:
         """True if DTensor's `Shard(dim)` or `Replicate()` means exactly the same; never for a fused weight."""
         if self.is_replicated:

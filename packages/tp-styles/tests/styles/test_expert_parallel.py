@@ -100,7 +100,7 @@ def test_experts_and_ranks_without_tokens(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(4)
 def test_bytes_are_those_of_the_formula(ranks: Ranks) -> None:
-    """Each selected expert of another rank costs a row each way and in both passes; a routing weight beside each row."""
+    """Each selected expert of another rank costs a row each way in both passes, with a routing weight beside it."""
     mesh = ranks.mesh((4,), ("ep",))
     num_tokens, k, experts = 64, 3, moe.Stacked(8).double()
     random = torch.Generator().manual_seed(ranks.rank)
@@ -213,6 +213,46 @@ def test_weights_of_another_type_travel_with_the_rows(ranks: Ranks) -> None:
         assert hidden.grad.tolist() == [[2.0] * 6] * rows
 
 
+class Widening(nn.Module):
+    """Experts whose results are wider than the tokens, and of another type."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts, self.up = count, nn.Parameter(torch.randn(count, 10, 4))
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output = x.new_zeros(len(x), 10)
+        for index in range(self.num_experts):
+            token, place = torch.where(experts == index)
+            output = output.index_add(0, token, x[token] @ self.up[index].T * weights[token, place, None])
+        return output.float()
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_without_rows_knows_the_results_of_the_others(ranks: Ranks) -> None:
+    """Three ranks share two experts, and all tokens select the first: ranks 1 and 2 get none, and rank 2 has none."""
+    mesh = ranks.mesh((3,), ("ep",))
+    torch.manual_seed(0)
+    alone = Widening(2).double()
+    for check in ("first", "never"):
+        model = copy.deepcopy(alone)
+        tp.apply_plan(model, mesh, tp.ExpertParallel(), check=check)  # type: ignore[arg-type]  # both are known
+        x, weights = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 1, dtype=torch.float64)
+        ids, gradients = torch.zeros(5, 1, dtype=torch.int64), []
+        for module in (model, alone):
+            module.zero_grad()
+            inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            output = module(inputs[0], ids, inputs[1])
+            assert output.dtype == torch.float32
+            assert output.shape == (5, 10)
+            output.square().sum().backward()
+            gradients.append(
+                [output.detach(), *(one.grad for one in inputs), moe.full_value(module.up, mesh, gradient=True)]
+            )
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.ranks(2)
 def test_an_index_outside_is_refused_on_every_rank(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("ep",))
@@ -224,7 +264,8 @@ def test_an_index_outside_is_refused_on_every_rank(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_state_dicts_hold_whole_experts_and_load_elsewhere(ranks: Ranks, tmp_path: Any) -> None:
     """Saved by DCP from two ranks: read on one process, and by a model without the plan; undo gives full weights."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     mesh = ranks.mesh((2,), ("ep",))
     compared = 0
@@ -238,12 +279,12 @@ def test_state_dicts_hold_whole_experts_and_load_elsewhere(ranks: Ranks, tmp_pat
             assert isinstance(held, DTensor)
             assert held.placements == (Shard(0),)
             assert held.to_local().shape[0] == (3, 2)[ranks.rank]
-        dcp.save(state, checkpoint_id=str(tmp_path / kind.__name__))
+        save(state, checkpoint_id=str(tmp_path / kind.__name__))
         twin = moe.language_model(5, kind)
         full = twin.state_dict()
         for value in full.values():
             value.zero_()
-        dcp.load(full, checkpoint_id=str(tmp_path / kind.__name__))
+        load(full, checkpoint_id=str(tmp_path / kind.__name__))
         twin.load_state_dict(full)
         expected = {name: p.detach() for name, p in alone.named_parameters()}
         compared += models.assert_close({n: p.detach() for n, p in twin.named_parameters()}, expected, ATOL)

@@ -91,7 +91,8 @@ class SharedInside(moe.Stacked):
         self.always = nn.Linear(moe.WIDTH, moe.WIDTH)
 
     def forward(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden, experts, weights) + self.always(hidden)
+        result: torch.Tensor = super().forward(hidden, experts, weights) + self.always(hidden)
+        return result
 
 
 class WithStatistics(moe.Mixture):

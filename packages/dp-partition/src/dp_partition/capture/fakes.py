@@ -33,10 +33,11 @@ from dp_partition._torch_compat import (
     symbolic_size,
 )
 from dp_partition.capture.fingerprint import marked_dims
-from dp_partition.capture.inputs import SYMBOLS, Hyperparameter, close_arguments, open_result, read_optimizers
+from dp_partition.capture.inputs import SYMBOLS, close_arguments, open_result, read_optimizers
 from dp_partition.capture.phases import Phases
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
+from dp_partition.nodes import Hyperparameter, Input
 
 REACHED = (
     "it is reached through a list or an attribute that the step does not get as an argument",
@@ -45,24 +46,6 @@ REACHED = (
 
 Sizes = dict[tuple[int, int], Any]
 """Symbol of each marked size, by position among the tensor arguments and by dim."""
-
-
-@dataclass(frozen=True)
-class Input:
-    """One placeholder: ``kind`` is param, buffer, state, hyper, number or arg. ``key`` that of a state entry."""
-
-    kind: str
-    name: str
-    key: Any = None
-    optimizer: int = 0
-    hyper: Hyperparameter | None = None
-
-    @property
-    def label(self) -> str:
-        if self.kind == "hyper":
-            return self.name
-        tail = "" if self.key is None else f"_{self.key}"
-        return f"{self.kind}_{self.name}{tail}"
 
 
 @dataclass
@@ -269,8 +252,8 @@ def use_first_sizes(graph: fx.Graph, mode: FakeTensorMode) -> None:
 class Output:
     """One value returned by the graph: for the user, or to install.
 
-    ``kind`` is user, buffer, state, hyper (``key`` is the `Hyperparameter`), or argument: the gradient left by backward
-    on a tensor argument.
+    ``kind`` is user, buffer, state, hyper (``key`` is the `Hyperparameter`), attribute (``key`` is a module and a name:
+    a tensor that a forward leaves there), or argument: the gradient left by backward on a tensor argument.
     """
 
     kind: str
@@ -360,6 +343,9 @@ def collect_outputs(
                     reason = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
                     raise PlanError(Problem("python-state", fqn, found=reason, hint=hint))
     new += [(value, Output("hyper", key=hyper)) for hyper, value in written.items()]
+    for module in step_state.reads.modules:
+        left_there = [(key, value) for key, value in vars(module).items() if isinstance(value, FakeTensor)]
+        new += [(value, Output("attribute", key=(module, key))) for key, value in left_there]
     new += [(x.grad, Output("argument", str(n))) for n, x in enumerate(fakes.args) if x.is_leaf and x.grad is not None]
     values += [value.detach() if isinstance(value, torch.Tensor) else value for value, _ in new]
     return values, Returned([*outputs, *(output for _, output in new)], leaves, spec)

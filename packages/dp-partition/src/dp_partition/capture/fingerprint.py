@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,11 +27,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dp_partition._shared.function_names import contents, names_used
-from dp_partition._torch_compat import global_hooks
-
-if TYPE_CHECKING:
-    from dp_partition.capture.inputs import CallArguments, OptimizerReads
-    from dp_partition.capture.state import StepState
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 PLAIN_TYPES = frozenset(PLAIN)  # without subclasses
@@ -289,6 +284,9 @@ def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
 _forward_names: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = weakref.WeakKeyDictionary()
 
 
+_ABSENT = object()
+
+
 class ModuleReads:
     """Structure of modules, and their values beside parameters and buffers."""
 
@@ -296,6 +294,8 @@ class ModuleReads:
         self.roots = list(roots)
         self.names: frozenset[str] = frozenset()  # that the step's own code uses: it may read attributes of a model
         self.modules: list[nn.Module] = []  # the roots and all modules in them
+        # attributes in which a graph leaves a tensor, by module and name, with their value in front of the first trace
+        self.left: dict[tuple[nn.Module, str], Any] = {}
         # modules, their hooks, the names of their tensors, and which of those are None, at the last `look`
         self.structure: tuple[Any, ...] | None = None
         self.look()
@@ -305,6 +305,21 @@ class ModuleReads:
         if not self.names.issuperset(names):
             self.names |= frozenset(names)
             self._find_places()
+
+    def leave(self, attributes: Iterable[tuple[nn.Module, str]]) -> None:
+        """Let attributes in which a graph leaves a tensor count no more: a forward writes them before it reads them."""
+        new = {place: vars(place[0]).get(place[1], _ABSENT) for place in attributes if place not in self.left}
+        self.left |= new
+        if new:
+            self._find_places()
+
+    def clear(self) -> None:
+        """Put the attributes back in which graphs have left tensors, for a trace that starts as the first one."""
+        for (module, key), value in self.left.items():
+            if value is _ABSENT:
+                vars(module).pop(key, None)
+            else:
+                vars(module)[key] = value
 
     def look(self) -> bool:
         """Read the structure again; return True if it has changed."""
@@ -322,7 +337,10 @@ class ModuleReads:
             names = map(tuple, (m._modules.values(), m._parameters, m._buffers, *hooks))
             # A buffer, or the bias of nn.Linear(bias=False), that is None until a caller assigns a tensor.
             present = map(operator.is_not, (*m._parameters.values(), *m._buffers.values()), itertools.repeat(None))
-            rows.append((m, len(vars(m)), type(m), type(m).forward, *names, *present))
+            size = len(vars(m))
+            if self.left:
+                size -= sum(owner is m and key in vars(m) for owner, key in self.left)
+            rows.append((m, size, type(m), type(m).forward, *names, *present))
         return tuple(rows)
 
     def _find_places(self) -> None:
@@ -333,6 +351,7 @@ class ModuleReads:
             for module in self.modules
             for key, value in vars(module).items()
             if key not in _OF_TORCH and not isinstance(value, nn.Module) and _counts(value)
+            if (module, key) not in self.left
             if type(value) in PLAIN_TYPES
             or key == "forward"
             or key in self.names
@@ -384,22 +403,3 @@ def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     except TypeError:
         return type(leaf), repr(leaf) if isinstance(leaf, slice) else None
     return type(leaf), leaf  # a generator, a fraction: held by the key
-
-
-def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads, optimizers: OptimizerReads) -> Any:
-    """Return all dependencies of a trace, hashable."""
-    training = tuple([module.training for module in step_state.reads.modules])
-    params = step_state.params.values()
-    trained = tuple(map(operator.attrgetter("requires_grad"), params))
-    # Attributes set by users (`p.no_decay`): a step may branch on them. A DTensor has one of torch's.
-    marks = [own for own in map(vars, params) if len(own) > ("_is_param" in own)]
-    attributes = fingerprint(marks) if marks else ()
-    autocast = tuple([torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) for on in ("cpu", "cuda")])
-    buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
-    placed = {id(module) for _, module in step_state.modules} if step_state.is_reached else ()
-    constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(placed), buffers, attributes)
-    keyed = call.leaves
-    if call.live:  # of these the type alone counts
-        keyed = [type(leaf) if at in call.live else leaf for at, leaf in enumerate(keyed)]
-    leaves = tuple(map(leaf_key, keyed, itertools.repeat(call.marked)))
-    return leaves, call.spec, training, trained, optimizers.key, constants

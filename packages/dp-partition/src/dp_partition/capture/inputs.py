@@ -18,7 +18,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.fingerprint import ById, fingerprint
 from dp_partition.capture.reach import Reach
+from dp_partition.nodes import Hyperparameter
 
 _PLAIN_TYPES = (
     torch.Tensor, nn.Module, Optimizer, torch.Generator, type, bool, int, float, complex, str, bytes, type(None)
@@ -195,25 +196,6 @@ _OF_OPTIMIZERS = frozenset(["defaults", "state", "param_groups"])  # of every op
 _HOOK_TABLES = "_optimizer_"
 _LIVE_INTEGERS = frozenset(["lr", "weight_decay", "momentum", "eps"])
 SYMBOLS = (torch.SymInt, torch.SymFloat)
-
-
-class Hyperparameter(NamedTuple):
-    """One live number: ``optimizers[optimizer].param_groups[group][key]``, or its element ``element`` (betas).
-
-    With ``param`` it is entry ``key`` of the state of the group's parameter of this index.
-    """
-
-    optimizer: int
-    group: int
-    key: str
-    element: int | None = None
-    param: int | None = None
-
-    @property
-    def label(self) -> str:
-        tail = "" if self.element is None else str(self.element)
-        owner = "" if self.param is None else f"_param{self.param}"
-        return f"optim{self.optimizer}_group{self.group}{owner}_{self.key}{tail}"
 
 
 @dataclasses.dataclass

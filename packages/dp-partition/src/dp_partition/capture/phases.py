@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -57,6 +57,7 @@ class Phases:
             yield
 
     def _timed(self, call: Callable[..., Any], calls: list[frozenset[str]], stepping: str = "") -> Callable[..., Any]:
+        @wraps(call)  # a scheduler looks for its mark on an optimizer's step
         def timed(*args: Any, **kwargs: Any) -> Any:
             before = current_trace_nodes()
             around, self.stepping = self.stepping, stepping or self.stepping

@@ -32,7 +32,6 @@ from dp_partition._torch_compat import (
 )
 from dp_partition.capture.fakes import (
     REACHED,
-    Input,
     Returned,
     Sizes,
     check_memory,
@@ -42,10 +41,10 @@ from dp_partition.capture.fakes import (
     make_fakes,
     use_first_sizes,
 )
-from dp_partition.capture.inputs import CallArguments, Hyperparameter, changes_recorded
+from dp_partition.capture.inputs import CallArguments, changes_recorded
 from dp_partition.capture.phases import TAG_GRAD, Phases, RandomReplay, gradients_tagging, mark_phases
 from dp_partition.capture.state import StepState, keyless_state
-from dp_partition.nodes import meta_of
+from dp_partition.nodes import Hyperparameter, Input, meta_of
 
 
 @dataclass

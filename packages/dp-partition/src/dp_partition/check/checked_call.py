@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -46,7 +45,7 @@ from dp_partition.check.reference import (
     run_reference,
 )
 from dp_partition.nodes import meta_of
-from dp_partition.plan.placements import all_groups
+from dp_partition.plan.placements import all_groups, warn_on_first
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.state import Binding, Snapshot, full_tensor, live_tensors, local_tensor
 
@@ -188,7 +187,7 @@ class CheckedCall:
         # Another check of one that ended unchecked would end in the same way.
         program.is_checked = len(program.checked_numbers) > 1 or not program.capture.numbers or bool(ended.unchecked)
         # Some rank may have traced a graph alone, which no check has run yet.
-        unseen = any(not one.is_checked for same_key in self.runner.programs.values() for one in same_key)
+        unseen = any(not one.is_checked for same_key in self.runner.traces.programs.values() for one in same_key)
         rows = self.gather((ended.unchecked, len(mismatches), unseen))
         reason = next((text for text, *_ in rows if text), "")
         if reason:
@@ -197,7 +196,7 @@ class CheckedCall:
             mismatches = self.judged(mismatches, ended.outcome)  # communicates: all ranks take part
             self.hint = likely_causes(self.runner.schedule.last_equal)
             self.raise_mismatch(mismatches)
-        self.runner.num_checked += not reason
+        self.runner.schedule.num_checked += not reason
         schedule = self.runner.schedule
         schedule.last_equal = schedule.last_equal if reason else schedule.calls
         self.advance(unseen=self.is_shared and any(flag for *_, flag in rows))
@@ -263,11 +262,11 @@ class CheckedCall:
 
     def copy(self, transform: Transform | None = None) -> StepCopy:
         """Copy the step, with gradients left by earlier calls for it to clear."""
-        copied = copy_step(self.runner.function, self.arguments, self.binding, transform)
+        copied = copy_step(self.runner.traces.function, self.arguments, self.binding, transform)
         for optimizer in copied.step_state.optimizers:
             choose_foreach(optimizer)  # as the trace does: in half precision the two ways differ by a rounding
         if self.runner.schedule.calls > 1:
-            programs = [one for same_key in self.runner.programs.values() for one in same_key]
+            programs = [one for same_key in self.runner.traces.programs.values() for one in same_key]
             for name in {name for one in programs for name in one.capture.left}:
                 # The graph leaves no gradients: existing ones must not matter to the step.
                 copied.step_state.params[name].grad = torch.ones_like(copied.step_state.params[name])
@@ -355,10 +354,11 @@ class CheckedCall:
 
     def note_unchecked(self, reason: str) -> None:
         """Record an unchecked call in the plan; warn once for each reason."""
-        if reason not in self.runner.unchecked:
-            self.runner.unchecked.append(reason)
+        if reason not in self.runner.schedule.unchecked:
+            self.runner.schedule.unchecked.append(reason)
             if "memory" in reason:
-                warnings.warn(f"{self.runner.name} is not checked against its eager run: {reason}", stacklevel=2)
+                text = f"{self.runner.name} is not checked against its eager run: {reason}"
+                warn_on_first(self.runner.mesh, text, stacklevel=2)
 
 
 def free_bytes(device_type: str) -> int:
@@ -387,6 +387,8 @@ class CheckSchedule:
         self.calls = 0  # so far, failed ones included, so that all ranks count alike
         self.token = ""  # unique to this step on these ranks; empty before a checked call with collectives
         self.last_equal = 0  # number of the last call whose comparison found it equal; 0: none
+        self.num_checked = 0  # calls that were compared
+        self.unchecked: list[str] = []  # why calls that were to be compared were not
         self.in_a_row = 0  # consecutive checks for a graph that no check has run yet
         self.next = NEVER if mode == "never" else 1  # number of the next call to check; 0: none
 

@@ -88,7 +88,7 @@ class GradientReducer:
         self.index = self.calls = 0
         self.has_raised = self._meets = self._runs = self._are_in = False
         self._entry: _Message | None = None
-        self._end: Callable[[], Any] = partial(self._finish)  # of the present pass
+        self._end: Callable[[], Any] = partial(self._finalize_backward)  # of the present pass
         has_cpu = "cpu" in device_types(dist.get_backend_config(group))
         self._message_device = torch.device("cpu") if has_cpu or not real else self.parameters[0].device
         # On a GPU flags beside the gradients would make the host wait for it in each pass.
@@ -97,7 +97,7 @@ class GradientReducer:
         for index, parameter in enumerate(self.parameters):
             # A frozen parameter accepts no hook, but may be trained from some call on.
             is_trained = parameter.requires_grad
-            hook = partial(self._arrived, index)
+            hook = partial(self._mark_ready, index)
             self._handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
             parameter.requires_grad_(is_trained)
 
@@ -108,15 +108,15 @@ class GradientReducer:
 
     def sparse_names(self) -> set[str]:
         """Return the parameters with sparse gradients in any step."""
-        return {self.names[i] for passes in self._passes_of.values() for one in passes for i in one.sparse}
+        return {self.names[i] for passes in self._passes_of.values() for backward in passes for i in backward.sparse}
 
     @contextmanager
     def call(self, number: int = 0) -> Iterator[None]:
         """Run one call of a step in the block. A rank that raises makes its peers raise, in this call."""
         self.passes = self._passes_of.setdefault(number, [])
         self.index, self.calls, self.has_raised, self._entry = 0, self.calls + 1, False, None
-        for one in self.passes:
-            one.reset()
+        for backward in self.passes:
+            backward.reset()
         if not self.parameters or self.world == 1:
             yield
             return
@@ -189,7 +189,7 @@ class GradientReducer:
             self.passes.append(_Pass())
         return self.passes[self.index]
 
-    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
+    def _mark_ready(self, index: int, parameter: torch.Tensor) -> None:
         if not self._runs:
             return  # a backward pass of one rank between two calls is its own
         current = self._current()
@@ -199,7 +199,7 @@ class GradientReducer:
         if current.arrived and self._end() is None:  # autograd drops the callback with a pass that failed
             raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         if not current.arrived:
-            end = partial(self._finish)  # held by autograd alone
+            end = partial(self._finalize_backward)  # held by autograd alone
             self._end = weakref.ref(end)
             after_backward(end)
             self._entry = self._meet(_RUNNING) if self._meets else None
@@ -218,9 +218,9 @@ class GradientReducer:
             bucket = current.buckets[current.launched]
             if bucket.arrived < len(bucket.members):
                 break
-            self._launch(current, bucket)
+            self._launch_bucket(current, bucket)
 
-    def _finish(self) -> None:
+    def _finalize_backward(self) -> None:
         """End a backward pass: send the remaining buckets, and replace gradients by averages."""
         current = self._current()
         self.index += 1
@@ -251,9 +251,9 @@ class GradientReducer:
         """Send the remaining buckets, wait, and write the averages; return parameters without a bucket."""
         while current.launched < len(current.buckets):
             is_last = current.launched == len(current.buckets) - 1
-            self._launch(current, current.buckets[current.launched], is_last=is_last, failed=failed)
+            self._launch_bucket(current, current.buckets[current.launched], is_last=is_last, failed=failed)
         reached = self._exchange(current.arrived, failed=failed).keys() if self._flags_apart else None
-        extra = set(reached or ()).difference(current.sparse, *(one.members for one in current.buckets))
+        extra = set(reached or ()).difference(current.sparse, *(bucket.members for bucket in current.buckets))
         for bucket in current.buckets:
             assert bucket.work is not None
             flat, tail, work = bucket.work
@@ -265,7 +265,7 @@ class GradientReducer:
         return extra
 
     @torch.no_grad()  # gradients of a pass that is differentiated again have a graph
-    def _launch(self, current: _Pass, bucket: _Bucket, *, is_last: bool = False, failed: bool = False) -> None:
+    def _launch_bucket(self, current: _Pass, bucket: _Bucket, *, is_last: bool = False, failed: bool = False) -> None:
         """Start a bucket's average: gradients, a flag for each, and in the last bucket flags of the pass."""
         parameters = [self.parameters[index] for index in bucket.members]
         # A rank that failed sends zeros, as nobody reads the averages: its own gradients may be what has failed.
@@ -274,7 +274,7 @@ class GradientReducer:
             gradients = [torch.view_as_real(gradient.resolve_conj()) for gradient in gradients]
         flags = [] if self._flags_apart else [float(index in current.arrived) for index in bucket.members]
         if is_last and not self._flags_apart:
-            unsent = current.arrived.difference(current.sparse, *(one.members for one in current.buckets))
+            unsent = current.arrived.difference(current.sparse, *(bucket.members for bucket in current.buckets))
             flags += [float(index in unsent) for index in range(len(self.parameters))]
             flags += [float(failed)]  # a failing rank still sends
         tail = gradients[0].new_tensor(flags) if flags else gradients[0].new_empty(0)  # which nobody waits for

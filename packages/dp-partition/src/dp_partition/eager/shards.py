@@ -29,7 +29,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import become, has_gradient_hooks, is_backward_unfinished, is_in_backward, pytree
+from dp_partition._torch_compat import (
+    become,
+    has_gradient_hooks,
+    hook_views_quietly,
+    is_backward_unfinished,
+    is_in_backward,
+    pytree,
+)
 from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.runtime.state import place_loaded
@@ -208,6 +215,8 @@ def shard(
         if mesh.device_type == "cpu":  # gloo has no average in reduce-scatter
             unit.set_force_sum_reduction_for_comms(True)
         _refuse_writes(unit)
+        hook_views_quietly(unit)
+        vars(unit)["__deepcopy__"] = partial(_refuse_copy, unit)  # `copy` asks the object first
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     for root, named in before:
         now = dict(root.named_parameters())
@@ -249,18 +258,27 @@ def placement_of(mesh: DeviceMesh) -> Place:
     return lambda x: distribute_tensor(x.detach(), mesh, placements, src_data_rank=None) if x.ndim else x
 
 
+def _refuse_copy(unit: nn.Module, memo: Any) -> NoReturn:
+    """Raise for ``copy.deepcopy(model)`` outside of `unsharded`: FSDP2 raises too, without the way on."""
+    hint = "with step.unsharded(): copy.deepcopy(model), on every rank; the copy is a plain model"
+    reason = "its parameters lie in shards, which a copy does not gather"
+    raise PlanError(Problem("already-applied", f"a copy of {type(unit).__name__}", found=reason, hint=hint))
+
+
 def _refuse_writes(unit: nn.Module) -> None:
     """Raise if a forward writes or moves a gathered parameter, or follows a failed backward pass."""
-    inner = {m for one in unit.modules() if one is not unit and isinstance(one, FSDPModule) for m in one.modules()}
+    inner = {
+        m for child in unit.modules() if child is not unit and isinstance(child, FSDPModule) for m in child.modules()
+    }
     own = [module for module in unit.modules() if module not in inner]  # those gather their own
     seen: list[tuple[int, str, int, int]] = []
 
     def before(module: nn.Module, args: Any) -> None:
         if is_backward_unfinished([unit]) and not is_in_backward():
             raise PlanError(Problem("backward-failed", type(module).__name__, found=CAUGHT))
-        for one in own:  # else it moves what is gathered to memory for cuDNN, which is stale in the next call
-            if isinstance(one, nn.RNNBase):
-                one._flat_weight_refs = [weakref.ref(cast(Any, weight)) for weight in one._flat_weights]
+        for layer in own:  # else it moves what is gathered to memory for cuDNN, which is stale in the next call
+            if isinstance(layer, nn.RNNBase):
+                layer._flat_weight_refs = [weakref.ref(cast(Any, weight)) for weight in layer._flat_weights]
         seen[:] = _memory(own)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -366,7 +384,7 @@ def reduced_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return func(*args, **kwargs)
     except RuntimeError as error:
         target = args[0]
-        is_partial = isinstance(target, DTensor) and any(one.is_partial() for one in target.placements)
+        is_partial = isinstance(target, DTensor) and any(kind.is_partial() for kind in target.placements)
         if not is_partial or "in-place operations that require placement changes" not in str(error):
             raise
         become(target, target.redistribute(placements=[Replicate()] * target.device_mesh.ndim))
@@ -429,9 +447,9 @@ class Watch(TorchFunctionMode):
         while self._stack and self._stack.pop() is not module:  # a forward inside raised, and was caught
             continue
         # A module inside itself counts as written: FSDP2 frees its parameters after the inner run.
-        for one, *_ in set(_memory(module.modules())).difference(self._before.pop(module, ())):
-            if one in self.names:
-                self.writers.setdefault(self.names[one], set()).add(module)
+        for changed, *_ in set(_memory(module.modules())).difference(self._before.pop(module, ())):
+            if changed in self.names:
+                self.writers.setdefault(self.names[changed], set()).add(module)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -9,7 +9,7 @@ Several steps over one model (those of a GAN) have one placement: each of them r
 
 from __future__ import annotations
 
-import warnings
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,29 +33,29 @@ from dp_partition._torch_compat import (
     pytree,
     remove_fsdp,
     reset_fsdp,
-    storage_key,
     without_fsdp_in,
 )
 from dp_partition.capture.inputs import close_arguments, open_result
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import without_data, wrapped
 from dp_partition.capture.tracer import user_line
-from dp_partition.eager import shards
+from dp_partition.eager.placed import PlacedShards
 from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
 from dp_partition.eager.shards import (
     ClosedTraps,
     Units,
     Watch,
     optimizer_reason,
+    place_loaded_state,
     placement_of,
     plan_units,
     repoint,
     shard,
 )
+from dp_partition.plan.placements import warn_on_first
 from dp_partition.plan.plan import CommConfig
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct
-from dp_partition.runtime.state import ASSIGN_HINT, ASSIGNED
+from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct, is_of_collective
 
 
 @dataclass
@@ -70,8 +70,7 @@ class EagerStep:
     full: str = "keep"  # ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise
     observes: bool = True  # the first call of each step runs on full parameters, and is watched
     units: Units = Units((), {})  # noqa: RUF009  # frozen; none before the placement
-    is_placed: bool = False
-    num_calls: int = 0
+    token: str = ""  # unique to these steps on these ranks, for notes in the store; empty before the first call
     num_compared: int = 0  # number of comparisons of parameters between ranks
     counts: list[int] = field(default_factory=list)  # calls of each step
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # name -> parameter
@@ -84,25 +83,35 @@ class EagerStep:
     reducer: GradientReducer | None = None
     watch: Watch | None = None  # of the calls on full parameters
     watched: set[int] = field(default_factory=set)  # steps that have run under the watch
-    # of shards: name, parameter, its memory (held, so that no key is used again), and the key
-    storages: list[tuple[str, Any, Any, int]] = field(default_factory=list)
+    shards: PlacedShards | None = None  # once parameters are placed
 
     def __post_init__(self) -> None:
         self.counts = [0] * len(self.functions)
 
+    @property
+    def num_calls(self) -> int:
+        """Number of calls of all steps."""
+        return sum(self.counts)
+
+    @property
+    def is_placed(self) -> bool:
+        """Return True once parameters have been sharded."""
+        return self.shards is not None
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
         # A module may have new parameters, and a call may bring another module; mostly all are the same.
-        passed = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
-        self.check_assigned()
+        passed = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+        if self.shards is not None:
+            self.shards.check_assigned()
         roots = dict.fromkeys([*self.modules, *passed])
-        if self.reducer is None or self.new_parameters(roots) or self.lacks_shards():
+        is_changed = self.new_parameters(roots) or (self.shards is not None and not self.shards.are_in(self.modules))
+        if self.reducer is None or is_changed:
             if self.units.modules:
                 self.release(args, kwargs)  # another model, or a grown one: all are full before they are placed
             self.start(args, kwargs, number)
         assert self.reducer is not None
         self.hold(args, kwargs, number)
-        self.num_calls += 1
         self.counts[number] += 1
         if not self.is_sharded or self.is_placed:
             return self.run_placed(number, args, kwargs)
@@ -126,22 +135,7 @@ class EagerStep:
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
         """Keep the arguments of a step's call in the place of its last one's."""
-        self.holders[number] = [one for one in (*args, *kwargs.values()) if not isinstance(one, torch.Tensor)]
-
-    def check_assigned(self) -> None:
-        """Raise for ``p.data = ...`` on a parameter in shards between two calls: a DTensor ignores it.
-
-        Raises:
-            PlanError: ``parameter-replaced``, with the names.
-        """
-        lost = [name for name, p, _, key in self.storages if storage_key(p) != key]
-        if lost:
-            self.hold_storages()  # a second call does not raise
-            raise PlanError([Problem("parameter-replaced", name, found=ASSIGNED, hint=ASSIGN_HINT) for name in lost])
-
-    def hold_storages(self) -> None:
-        placed = [(name, p) for name, p in self.parameters.items() if isinstance(p, DTensor)]
-        self.storages = [(name, p, p.untyped_storage(), storage_key(p)) for name, p in placed]
+        self.holders[number] = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
 
     def new_parameters(self, roots: Iterable[nn.Module]) -> list[Any]:
         """Return parameters that were not there at the start; this runs in every call."""
@@ -151,13 +145,6 @@ class EagerStep:
                 new += [parameter for parameter in module._parameters.values() if id(parameter) not in ids]
             modules += [child for child in module._modules.values() if child is not None]
         return new
-
-    def lacks_shards(self) -> bool:
-        """Return True if the caller has removed a parameter in shards: FSDP2 would put it back."""
-        if not self.storages:
-            return False
-        held = {id(p) for root in self.modules for module in root.modules() for p in module._parameters.values()}
-        return not held.issuperset([id(p) for _, p, *_ in self.storages])
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step's own code.
@@ -174,9 +161,19 @@ class EagerStep:
     def run_placed(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step on placed parameters."""
         assert self.reducer is not None
-        with self.reducer.call(number), self._traps():
-            result = self.call(number, args, kwargs)
-        if not self.num_calls & (self.num_calls - 1):  # a power of two
+        is_compared, placed = not self.num_calls & (self.num_calls - 1), self.shards  # a power of two
+        if placed is not None:
+            placed.start_call()
+        try:
+            with self.reducer.call(number), self._traps():
+                result = self.call(number, args, kwargs)
+        except Exception as error:
+            if placed is not None and not is_of_collective(error):
+                placed.leave()
+            raise
+        if placed is not None:
+            placed.end_call(self.num_calls, tensors_in(result, DTensor), always=is_compared)
+        if is_compared:
             self.compare_ranks()
         return converted(result, DTensor, DTensor.full_tensor)
 
@@ -218,7 +215,7 @@ class EagerStep:
         assert self.reducer is not None
         sparse = self.reducer.sparse_names()
         reasons |= dict.fromkeys(sorted(sparse), "has a sparse gradient")
-        reasons |= {names[one]: "a container looks it up by identity" for one in sorted(held)}
+        reasons |= {names[held_id]: "a container looks it up by identity" for held_id in sorted(held)}
         for optimizer in reach.optimizers:
             if why := optimizer_reason(optimizer, layout):
                 listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -246,17 +243,19 @@ class EagerStep:
             raise PlanError([Problem("full-parameters", name, found=why, hint=hint) for name, why in rows[:8]])
         if rows:
             text = f"{len(rows)} of {len(self.parameters)} parameters stay full on every rank"
-            warnings.warn(f"{self.name}: {text}: {' '.join(rows[0])}", stacklevel=4)
+            warn_on_first(self.mesh, f"{self.name}: {text}: {' '.join(rows[0])}", stacklevel=4)
         self.reducer.remove()  # shards are reduced by FSDP2
         self.parameters = shard(reach, self.parameters, self.units, self.mesh, self.comm.reduce_dtype)
         full = {name: p for name, p in self.parameters.items() if name in self.units.full}
         self.reducer = GradientReducer(full, flat_group(self.mesh), self.comm, self.name)
-        take = partial(shards.place_loaded_state, layout)  # full state of a checkpoint
+        take = partial(place_loaded_state, layout)  # full state of a checkpoint
         # A wrapper that leaves out torch's own initialisation has no tables of hooks; the optimizer in it has them.
-        hooked = [one for one in self.optimizers if hasattr(one, "_optimizer_load_state_dict_post_hooks")]
-        self.handles = [one.register_load_state_dict_post_hook(take) for one in hooked]
-        self.is_placed, self.watch = True, None
-        self.hold_storages()
+        hooked = [
+            optimizer for optimizer in self.optimizers if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+        ]
+        self.handles = [optimizer.register_load_state_dict_post_hook(take) for optimizer in hooked]
+        self.watch = None
+        self.shards = PlacedShards(self.parameters, self.mesh, self.name)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
         """Adopt the models within reach: rank 0's values everywhere, hooks on every parameter.
@@ -286,6 +285,8 @@ class EagerStep:
             lines.append(f"sparse buffer: {hashes}")  # stays as it is
         error = PlanError(problems) if problems else None
         assert_consistent(self.mesh, self.name, lines, error, hint="run the same step and model on every rank")
+        if not self.token and self.mesh.size() > 1:
+            self.token = all_gather_objects(self.mesh, secrets.token_hex(8), self.name)[0]
         if self.reducer is not None:
             self.reducer.remove()
         ids = {id(p) for p in self.parameters.values()}
@@ -348,7 +349,7 @@ class EagerStep:
         if self.reducer is not None:
             self.reducer.remove()
         self.reducer, self.parameters, self.modules, self.units = None, {}, [], Units((), {})
-        self.is_placed, self.holders, self.storages = False, {}, []
+        self.holders, self.shards = {}, None
 
     def explain(self) -> str:
         """Return lines about the placement and the comparisons of ranks."""
@@ -363,12 +364,18 @@ class EagerStep:
         ])  # fmt: skip
 
 
+def tensors_in(result: Any, kind: type) -> list[Any]:
+    """Return a step's results of a class of tensors, in containers of any class."""
+    if type(result) in (kind, torch.Tensor, float, type(None)):
+        return [result] if type(result) is kind else []
+    return [leaf for leaf in pytree.tree_leaves(open_result(result)) if isinstance(leaf, kind)]
+
+
 def converted(result: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Return a step's result with its tensors of a class changed, in containers of any class.
 
     The result itself is returned if it has none: the step may return an object that the caller holds.
     """
-    opened = open_result(result)
-    if not any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(opened)):
+    if not tensors_in(result, kind):
         return result
-    return close_arguments(pytree.tree_map_only(kind, change, opened))
+    return close_arguments(pytree.tree_map_only(kind, change, open_result(result)))

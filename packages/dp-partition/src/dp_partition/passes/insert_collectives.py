@@ -29,6 +29,7 @@ from dp_partition.nodes import aten, base_of, copy_notes, is_random, meta_of, mu
 from dp_partition.passes.save_memory import OWN_ROWS, SHARE_ROWS
 from dp_partition.plan.placements import NodeType, RankLocal, chunk_bounds, local_shape
 from dp_partition.sharding.propagate import NodePlan, gradient_name, is_gradient
+from dp_partition.sharding.rule_table import HALF, OutputPlacement
 
 # Position of the argument with the output's shape.
 SHAPE_ARGUMENTS: dict[Any, int] = {
@@ -43,6 +44,7 @@ SHAPE_ARGUMENTS: dict[Any, int] = {
 ROW_ARGUMENTS: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
 
 LOWERED = (OWN_ROWS, SHARE_ROWS)
+NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class Inserter:
         if node.target in LOWERED:
             self.lower_rows(node)
             return
+        if is_norm_in_half(node, plan.output) and node.target in NORMS:
+            node.update_kwarg("dtype", torch.float32)
         if is_random(node):
             self.agree(node, plan)
         if base is not None:
@@ -203,6 +207,8 @@ class Inserter:
         with self.module.graph.inserting_before(before):
             start = versions[origin]
             result = self.mover.move(start, origin, wanted, shape)
+            if is_norm_in_half(source, origin):
+                result = self.mover.call(aten._to_copy.default, result, dtype=source.meta["val"].dtype)
         self.describe(start, result, source, before)
         kind, like = meta_of(source).get("node_type"), source.meta["val"]
         self.moves.append(Move(start, result, origin, wanted, shape, kind, before, like))
@@ -268,6 +274,17 @@ class Inserter:
             again = self.module.graph.node_copy(view, lambda n: fresh if n is taken.start else n)
         copy_notes(before, again, "phase")
         return again
+
+
+def is_norm_in_half(node: fx.Node, placement: OutputPlacement) -> bool:
+    """Return True for norms of shards in half precision: they are computed in float32, and rounded once reduced."""
+    values, kinds = (
+        pytree.tree_leaves(node.meta.get("val")),
+        placement if isinstance(placement, tuple) else (placement,),
+    )
+    return any(isinstance(x, torch.Tensor) and x.dtype in HALF for x in values) and any(
+        isinstance(kind, Partial) and kind.reduce_op.startswith("norm") for kind in kinds
+    )
 
 
 def erase_tags(graph: fx.Graph) -> None:

@@ -16,10 +16,11 @@ from torch import fx
 from torch.fx import GraphModule
 
 from dp_partition._torch_compat import FakeTensorMode, decomposition_of, make_fx, pytree
-from dp_partition.capture.inputs import FUSED_ARGUMENTS, Hyperparameter
+from dp_partition.capture.inputs import FUSED_ARGUMENTS
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
 from dp_partition.nodes import (
+    Hyperparameter,
     arguments,
     aten,
     base_name,

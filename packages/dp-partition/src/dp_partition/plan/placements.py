@@ -11,6 +11,7 @@ the other, the last one first.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -202,6 +203,13 @@ def shard_world(mesh: DeviceMesh) -> int:
 
 def shard_rank(mesh: DeviceMesh) -> int:
     return mesh.get_local_rank(mesh.ndim - 1)
+
+
+def warn_on_first(mesh: DeviceMesh, text: str, *, stacklevel: int = 1) -> None:
+    """Warn on the first rank of a mesh: one warning a job. ``stacklevel`` as for `warnings.warn`, from the caller."""
+    coordinate = mesh.get_coordinate() if hasattr(mesh, "get_coordinate") else None
+    if not any(coordinate or ()):
+        warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -23,18 +23,23 @@ from dp_partition._shared.consensus import (
     assert_consistent,
     capture_errors,
     message_device,
+    ranks_of,
     tensor_hashes,
 )
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import collectives, default_store
 from dp_partition.analysis import carried_names
 from dp_partition.backends import gathered
+from dp_partition.capture.tracer import user_line
 from dp_partition.nodes import is_collective
 from dp_partition.plan.placements import all_groups, shard_group, shard_world
 
 T = TypeVar("T")
 K = TypeVar("K")
 _PATIENCE_S = 10.0  # for ranks that enter a call later than a failed one
+_ANSWER_S = 5.0  # for ranks whose collective fails later than this one's
+# Words of errors of backends, which have no common class.
+_OF_COLLECTIVES = ("gloo", "NCCL", "Timed out waiting", "another rank died", "Connection closed", "Connection reset")
 
 HINT = (
     "run the same step on every rank, with the same model and the same arguments of compile; under global semantics "
@@ -101,6 +106,51 @@ def are_all_announced(label: str, ranks: list[int], *, waits: bool) -> bool:
     return bool(store.compare_set(verdict, "", "yes" if is_complete else "no") == b"yes")  # the first verdict stays
 
 
+def is_of_collective(error: Exception) -> bool:
+    """Return True for the error of a collective that a peer has left, or never entered."""
+    return any(word in str(error) for word in _OF_COLLECTIVES) and not isinstance(error, PlanError)
+
+
+def raise_naming_peers(error: Exception, token: str, mesh: DeviceMesh, subject: str) -> None:
+    """Tell peers, through the store, how this rank's call has ended; raise with theirs if a collective has failed.
+
+    A rank that waits for a peer gets an error of the backend, without a rank: the peer may have died, raised, or gone
+    to another collective, whose error it then tells.
+
+    Args:
+        error: The error of this rank's call; it is not raised here if it is no collective's.
+        token: Text for the step, common to its ranks; empty if there is none.
+        mesh: The ranks.
+        subject: Call, step and this rank.
+
+    Raises:
+        RuntimeError: Call, rank, and what is known of every peer, in the first line.
+    """
+    text = f"{type(error).__name__}: {error}"
+    store = default_store() if token else None
+    if store is None or mesh.size() == 1:
+        return
+    own = dist.get_rank()
+    is_waiting = is_of_collective(error)
+    where = user_line(error)
+    waits = f"waits for other ranks{where or ' at its end'}"
+    state = waits if is_waiting else f"has raised {text.splitlines()[0][:200]}{where}"
+    peers = {rank: f"{token}/end/{rank}" for rank in ranks_of(mesh) if rank != own}
+    try:
+        store.set(f"{token}/end/{own}", f"rank {own} {state} in {subject}")
+        until = time.monotonic() + _ANSWER_S * is_waiting
+        while not store.check(list(peers.values())) and time.monotonic() < until:
+            time.sleep(0.05)
+        heard = {rank: store.get(key).decode() for rank, key in peers.items() if store.check([key])}
+    except RuntimeError:  # rank 0, which has the store, has died
+        heard = {}
+    if is_waiting:
+        lines = [heard.get(rank, f"rank {rank} is absent: it has died, or waits elsewhere") for rank in peers]
+        shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} ranks more" if len(lines) > 4 else "")
+        hint = "parameters and state may be of different calls: load a checkpoint"
+        raise RuntimeError(f"{subject}: no answer in a collective: {shown}; {hint}") from error
+
+
 def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """Return rank 0's values of all tensors but sparse ones, which the callers compare, by few large messages."""
     result: dict[str, torch.Tensor] = {}
@@ -121,12 +171,12 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
 def full_copies(placed: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
     """Return full plain copies of tensors, in their strides, shards on dim 0 by few large messages; a collective."""
     world, shards, result = shard_world(mesh), dict[int, torch.Tensor](), list[torch.Tensor]()
-    for index, one in enumerate(placed):
-        if isinstance(one, DTensor) and one.placements[-1] == Shard(0):
-            shards[index] = one._local_tensor
-            result.append(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device))
+    for index, tensor in enumerate(placed):
+        if isinstance(tensor, DTensor) and tensor.placements[-1] == Shard(0):
+            shards[index] = tensor._local_tensor
+            result.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device))
         else:  # of any layout; expanded ones lose their overlap
-            result.append((one.full_tensor() if isinstance(one, DTensor) else one.detach()).clone())
+            result.append((tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone())
     chunks = {index: -(-result[index].shape[0] // world) for index in shards}  # one size; the last ones are padded
     # Ranks cut parts alike: by sizes of full tensors.
     for part in _parts({index: result[index] for index in shards}):

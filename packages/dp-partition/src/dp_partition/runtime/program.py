@@ -23,11 +23,10 @@ from dp_partition._shared.dtensor import as_dtensor
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import failed_node, is_gloo, pytree
 from dp_partition.backends import gather_into_buffers, reduce_scatter_as_all_to_all
-from dp_partition.capture.fakes import Input
 from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
 from dp_partition.capture.state import StepState, has_state, shared_memory
 from dp_partition.capture.tracer import Capture
-from dp_partition.nodes import is_collective, is_wait, meta_of, root_of
+from dp_partition.nodes import Input, is_collective, is_wait, meta_of, root_of
 from dp_partition.passes.insert_collectives import record_local_values
 from dp_partition.plan.placements import on_mesh, shard_group
 from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError
@@ -162,6 +161,7 @@ def reconcile(binding: Binding) -> OptimizerReads:
             changes += [(name, "is not there any more") for name in sorted(before - after)]
             raise ModelChangedError([Problem("model-changed", n, found=change, hint=REPLACED) for n, change in changes])
         binding.index_slots()
+        binding.check_in_place()  # a layer of the same names in the place of another has parameters of its own
         binding.built = step_state.reads.structure
     for slot, module, attribute, name in binding.buffer_slots:
         now = module._buffers[attribute]
@@ -303,6 +303,9 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
                 group[entry.key.key].fill_(value)
             else:
                 group[entry.key.key] = value
+        elif entry.kind == "attribute":
+            module, key = entry.key
+            vars(module)[key] = value
         elif entry.kind == "argument":
             tensor = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][int(entry.name)]
             # Not in place: after a mismatch the check puts the old gradient back.

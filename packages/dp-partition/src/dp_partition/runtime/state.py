@@ -66,7 +66,9 @@ class Binding:
         self.slots: list[tuple[str, nn.Module, str, bool]] = []
         self.index_slots()
         # the modules and optimizers by ``id``
-        self.owner_ids = {id(one) for one in (*(module for _, module in step_state.modules), *step_state.optimizers)}
+        self.owner_ids = {
+            id(owner) for owner in (*(module for _, module in step_state.modules), *step_state.optimizers)
+        }
         self.built = step_state.reads.structure  # structure of the modules when their tensors were last indexed
         # state of each parameter when last found in its planned layout, by optimizer and name
         self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
@@ -105,7 +107,7 @@ class Binding:
         existing = {(number, fqn): state for number, fqn, state in self.step_state.states()}
         fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
         for number, optimizer in enumerate(self.step_state.optimizers):
-            for group, param in [(one, param) for one in optimizer.param_groups for param in one["params"]]:
+            for group, param in [(listed, param) for listed in optimizer.param_groups for param in listed["params"]]:
                 fqn = fqn_of[id(param)]
                 moved = existing.get((number, fqn))
                 if has_state(moved):
@@ -119,7 +121,7 @@ class Binding:
         self.install(placed, states)
         for _, root in self.step_state.modules:
             self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
-            self.hints += [one.register_load_state_dict_pre_hook(place_loaded) for one in root.modules()]
+            self.hints += [module.register_load_state_dict_pre_hook(place_loaded) for module in root.modules()]
 
     def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
         """Return the state at the start of the optimizer's first step, for a placed parameter."""
@@ -232,8 +234,8 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
         yield
     finally:
         with torch.no_grad():
-            for one, value in zip(plain, before, strict=True):
-                one.copy_(value)
+            for tensor, value in zip(plain, before, strict=True):
+                tensor.copy_(value)
         values = dict(full)
         for _, module, key, parameter in reversed(places):  # of a tied parameter the first name counts
             if (present := module._parameters.get(key)) is not None:  # load_state_dict(assign=True) installs others

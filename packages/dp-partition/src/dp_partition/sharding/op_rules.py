@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from dp_partition.nodes import arguments, base_name, meta_of, nodes_in
+from dp_partition.nodes import arguments, base_name, nodes_in
 from dp_partition.sharding.rule_table import RULES, SUM, Call, Candidate, OutputPlacement, R, Rule, cheapest, rule
 
 
@@ -20,15 +20,13 @@ def _product_ways(
 ) -> Iterator[tuple[Placement, Placement, Placement]]:
     """Yield ``(left, right, output)`` placements of a product with ``batched`` leading batch dims."""
     rows, inner, columns = batched, batched + 1, batched + 1
-    # An optimizer that multiplies in half precision keeps sums full: Muon's iteration amplifies each rounding.
-    value = call.node.meta.get("val")
-    in_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    rounds = in_half and meta_of(call.node).get("phase") == "optimizer"
     for dim in range(batched):  # independent products
         yield Shard(dim), Shard(dim), Shard(dim)
+    if call.rounds:
+        return
     yield Shard(rows), R, Shard(rows)
     yield R, Shard(columns), Shard(columns)
-    if call.splits(left, inner) and not rounds:
+    if call.splits(left, inner):
         yield Shard(inner), Shard(batched), SUM
     for kind in (call.placement_of(left), call.placement_of(right)):
         if isinstance(kind, Partial) and kind.reduce_op in ("sum", "avg"):
@@ -183,6 +181,8 @@ def reduce_dims(call: Call) -> Iterator[Candidate]:
             yield Candidate({source: Shard(dim)}, Shard(out))
         elif kind in ("max", "min") and call.leaves_a_rank_empty(source, dim):
             continue  # no maximum of nothing
+        elif call.rounds and kind in ("sum", "avg"):
+            continue
         elif kind != "avg" or call.splits(source, dim):  # unequal chunks: unequal weights
             yield Candidate({source: Shard(dim)}, Partial(kind))
 
@@ -199,9 +199,10 @@ def vector_norm(call: Call) -> Iterator[Candidate]:
 
 
 def norm_ways(call: Call, source: fx.Node, order: float) -> Iterator[Candidate]:
-    # The reduction of the shards' p-norms to the full one.
+    # The reduction of the shards' p-norms to the full one. In half precision `Inserter` computes them in float32, and
+    # rounds once they are reduced: a norm of norms, as in clipping, is then one of rounded norms, as on one device.
     partial: Placement = Partial("max" if order == math.inf else "min" if order == -math.inf else f"norm{order}")
-    if call.placement_of(source) == partial:
+    if call.placement_of(source) == partial and not call.is_half:
         yield Candidate({source: partial}, partial)
     for _, dim in call.shards([source]):
         # The norm of nothing is 0, but it has no maximum or minimum: the kernel would raise on one rank.
@@ -313,7 +314,7 @@ def _partial_ways(
     if not is_linear_dtype(call):
         return
     if kind.reduce_op not in ("sum", "avg"):
-        if name in KEEPS_NORMS and len(operands) == 1:
+        if name in KEEPS_NORMS and len(operands) == 1 and not (name == "_to_copy" and call.is_half):
             yield {partial[0]: kind}, kind
         return
     base = name.removeprefix("_foreach_")

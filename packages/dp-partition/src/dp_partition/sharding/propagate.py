@@ -205,7 +205,8 @@ class _Walk:
         self.param_gathers = {n for n in params if meets_activation or n is viewed}
         phase = meta_of(node).get("phase")
         early = position <= self.last_tag if phase is None else phase != "optimizer"
-        call = Call(node, self.states, self.world, self.desired, early)
+        is_update = phase == "optimizer" and not meets_activation
+        call = Call(node, self.states, self.world, self.desired, early, is_update)
         rule = find_rule(node)
         candidates = list(rule(call)) if rule is not None else []
         candidates.append(Candidate(dict.fromkeys(sources, R), self.spread(node, R)))

@@ -20,6 +20,7 @@ from dp_partition.plan.placements import RankLocal
 OutputPlacement = Placement | tuple[Any, ...] | None
 """Placement of a node's value: of one tensor, of several outputs, or of no tensor."""
 
+HALF = (torch.bfloat16, torch.float16)
 R = Replicate()
 SUM = Partial("sum")
 
@@ -41,10 +42,26 @@ class Call:
     world: int
     desired: dict[fx.Node, Placement]  # for unreduced gradients: placement of their parameter
     may_stay_partial: bool = True  # unreduced gradients may pass through linear operators (until the last backward)
+    is_update: bool = False  # the optimizer's arithmetic, or other code behind the last backward, without activations
 
     @property
     def name(self) -> str:
         return base_name(self.node)
+
+    @property
+    def is_half(self) -> bool:
+        """True if a result is in half precision."""
+        value = self.node.meta.get("val")
+        values = value if isinstance(value, tuple | list) else (value,)
+        return any(isinstance(x, torch.Tensor) and x.dtype in HALF for x in values)
+
+    @property
+    def rounds(self) -> bool:
+        """True if sums and products of shards would round otherwise than full ones, by much of what a step changes.
+
+        For example Muon multiplies in bfloat16, and its iteration makes 3 % of the movement of one rounding.
+        """
+        return self.is_update and self.is_half
 
     def arg(self, position: int, default: Any = None) -> Any:
         """Return a positional argument, or the one passed by its schema name."""

@@ -42,10 +42,8 @@ class Reduction:
         for number, (out, at) in enumerate(zip(outs, plan_of, strict=True)):
             if accumulates_apart(plans[at]):
                 dtype = torch_dtype(reduction_dtype(plans[at]))
-                target = torch.empty_like(out, dtype=dtype)
-                if target.stride() != out.stride():  # it may densify strides, and both have the same regions
-                    target = torch.empty_strided(out.size(), out.stride(), dtype=dtype, device=out.device)
-                self.targets[number] = target
+                # With the strides of the result, dense or not: both have the same regions.
+                self.targets[number] = torch.empty_strided(out.size(), out.stride(), dtype=dtype, device=out.device)
         self._final = False  # averages are divided once
 
     def add(self, memory: StepMemory, arrived: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Command line: ``shard-spec plan|check|explain|diff``. Status 0 is good, 1 is problems. Status 2 is wrong usage."""
+"""Command line: ``shard-spec plan|search|check|explain|diff``. Status 0 is good, 1 problems, 2 wrong usage."""
 
 from shard_spec.cli.main import main
 

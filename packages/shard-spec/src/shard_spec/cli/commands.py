@@ -1,4 +1,4 @@
-"""The four commands: each loads its inputs, evaluates a plan, and prints."""
+"""The commands: each loads its inputs, evaluates a plan, and prints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.cli.arguments import batch_of, data_axes_of, limit_of, load, step_options, topology_of
+from shard_spec.cli.search import run_search as run_search
 from shard_spec.cli.sources import load_model, read_text
 from shard_spec.cli.usage import UsageError
-from shard_spec.estimate.cost import PRESETS, topology_preset
 from shard_spec.estimate.memory import STEP_PARTS, Memory
-from shard_spec.formatting import bytes_of
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.axis_roles import DATA_ROLES, ROLE_BY_NAME
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
@@ -29,7 +29,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec plan``: print the plan, its costs and problems (there should be none)."""
     if not arguments.mesh:
         raise UsageError("pass --mesh, for example --mesh dp=4,tp=2")
-    model = load_model(arguments.model, dequantize=arguments.dequantize)
+    model = load(arguments)
     try:
         mesh = MeshSpec.parse(arguments.mesh)
     except PlanError as error:
@@ -45,7 +45,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_check(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec check``: print every problem, or else the plan's costs."""
     plan = load_plan(arguments.plan)
-    model = load_model(arguments.model, dequantize=arguments.dequantize)
+    model = load(arguments)
     return _report(plan, model, arguments, plan.validate(metadata_of(model)), [])
 
 
@@ -92,7 +92,8 @@ def _planned(
         raise UsageError(f"a planner reads modules, a safetensors file has tensors alone: {hint}")
     names = arguments.planner.split("+")  # composed in this order
     if names == ["auto"]:
-        names = [*(["megatron"] if "tp" in mesh.axis_names else []), *(["fsdp"] if _data_axis(arguments, mesh) else [])]
+        names = [name for name, axis in (("megatron", "tp"), ("expert", "ep")) if axis in mesh.axis_names]
+        names += ["fsdp"] if _data_axis(arguments, mesh) else []
         by_role = {axis: _role(arguments, axis) for axis in mesh.axis_names}
         unused = [axis for axis, role in by_role.items() if axis != "tp" and role not in (*DATA_ROLES, "stage")]
         if unused or not names:
@@ -102,10 +103,14 @@ def _planned(
     for name in names:
         if name == "megatron":
             plans.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
+        elif name == "expert":
+            plans.append(planners.ExpertParallelPlanner(mesh, "ep" if "ep" in mesh.axis_names else mesh.axis_names[-1]))
         elif name == "fsdp":
             plans.append(planners.FullyShardPlanner(mesh, _data_axis(arguments, mesh) or mesh.axis_names[0]))
         else:
-            raise UsageError(f"no planner {name!r}: megatron, fsdp, or auto; OptimalPlanner is called from Python")
+            raise UsageError(
+                f"no planner {name!r}: megatron, expert, fsdp, or auto; OptimalPlanner is called from Python"
+            )
     planner = plans[0] if len(plans) == 1 else planners.compose(*plans)
     plan = planner.build_plan(model)
     sharding = {axis for layout in plan.resolve(model).values() for axis in layout.sharded_axes}  # axes with an effect
@@ -120,31 +125,14 @@ def _planned(
 
 def _data_axis(arguments: argparse.Namespace, mesh: MeshSpec) -> str | None:
     """Return the axis that FSDP shards over: by its conventional name, or else the last one declared."""
-    declared = _data_axes(arguments) or []
+    declared = data_axes_of(arguments) or []
     named = [axis for axis in ("fsdp", "dp_shard", "dp") if axis in mesh.axis_names and axis in (declared or [axis])]
     return (named or declared[-1:] or [None])[0]
 
 
-def _data_axes(arguments: argparse.Namespace) -> list[str] | None:
-    return None if arguments.data_axes is None else [each.strip() for each in arguments.data_axes.split(",") if each]
-
-
 def _role(arguments: argparse.Namespace, axis: str) -> str | None:
-    declared = _data_axes(arguments)
+    declared = data_axes_of(arguments)
     return ROLE_BY_NAME.get(axis) if declared is None else "data" if axis in declared else "model"
-
-
-def _limit(arguments: argparse.Namespace) -> int | None:
-    return None if arguments.memory_limit is None else bytes_of(arguments.memory_limit, "--memory-limit")
-
-
-def _batch(arguments: argparse.Namespace) -> tuple[int, int] | None:
-    if arguments.batch is None:
-        return None
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", arguments.batch)
-    if match is None:
-        raise UsageError(f"--batch {arguments.batch!r}: write sequences x length, for example 512x8192")
-    return int(match[1]), int(match[2])
 
 
 # ---- reports --------------------------------------------------------------------------------------------------------
@@ -158,7 +146,7 @@ def _report(
     notes: list[Problem],
 ) -> int:
     """Print the plan, its costs and the verdict; status 1 if there is a problem."""
-    metadata, limit = metadata_of(model), _limit(arguments)
+    metadata, limit = metadata_of(model), limit_of(arguments)
     memory = communication = None
     if not problems:
         memory, communication, reason = _costs_of(plan, model, arguments)
@@ -220,39 +208,25 @@ def _costs_of(
     plan: ShardingPlan, model: nn.Module | ModelMetadata, arguments: argparse.Namespace
 ) -> tuple[Memory, Any, str]:
     """Return memory, communication (None with several meshes), and the reason if activations are not counted."""
-    batch, topology, reason = _batch(arguments), None, ""
-    if arguments.topology:
-        if arguments.topology not in PRESETS:
-            raise UsageError(f"--topology {arguments.topology!r}: one of {', '.join(sorted(PRESETS))}")
-        topology = topology_preset(arguments.topology)
-    useless = [
-        name for name, value in (("--checkpointing", arguments.checkpointing), ("--loss", arguments.loss)) if value
-    ]
-    if batch is None and useless:
-        raise UsageError(f"{useless[0]} has no effect without --batch, for example --batch 512x8192")
-    options: dict[str, Any] = {"dtype": arguments.dtype, "checkpointing": arguments.checkpointing}
-    options["loss"] = None if arguments.loss == "none" else arguments.loss or "causal-lm"
-    options["data_axes"] = _data_axes(arguments)
-    memory = plan.memory(model, optimizer=arguments.optimizer, **options)
+    batch, topology, options, reason = batch_of(arguments), topology_of(arguments), step_options(arguments), ""
     if batch is not None and isinstance(model, ModelMetadata):
         reason = "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"
     elif batch is not None:
         try:
-            memory = plan.memory(model, batch, optimizer=arguments.optimizer, **options)
+            return *plan.cost(model, batch, optimizer=arguments.optimizer, topology=topology, **options), ""
         except Exception as error:  # a forward of other inputs; the report is valid without it
             if isinstance(error, PlanError) and any(problem.code != "unverified" for problem in error.problems):
                 raise  # wrong options: no report without them
             line = (str(error).splitlines() or [""])[0][:200]  # torch's errors have many lines
             reason = f"activations are not counted: forward on token ids {arguments.batch}: "
             reason += f"{type(error).__name__}: {line}"
+    memory = plan.memory(model, optimizer=arguments.optimizer, **options)
     try:
-        counted = None if reason else batch
-        communication = plan.communication(model, counted, topology=topology, **options)
+        return memory, plan.communication(model, topology=topology, **options), reason
     except PlanError as error:
         if any(problem.code != "mesh-mismatch" for problem in error.problems):
             raise
-        communication = None
-    return memory, communication, reason
+        return memory, None, reason
 
 
 def _write(path: str, text: str) -> None:

@@ -13,6 +13,7 @@ from shard_spec.cli.usage import UsageError
 _MODELS = """models:
   MODULE:FACTORY                 an importable function (or class) that makes the model, called on the meta device
   config.json, a folder with one a Hugging Face config; needs transformers
+  llama-3.1-70b, qwen3-30b-a3b   a common model by its name; an unknown one lists all names
   weights.safetensors            names, shapes and dtypes of the header, to check; also .safetensors.index.json
 
 No GPU, no process group and no memory for weights is needed.
@@ -67,10 +68,15 @@ def _parser() -> argparse.ArgumentParser:
     plan = _add(commands, "plan", "make a plan for a model and print its cost")
     plan.add_argument("model")
     plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8")
-    planners = "megatron, fsdp, megatron+fsdp, or auto: megatron on axis tp, fsdp on fsdp or dp"
+    planners = "megatron, expert, fsdp, joined by +, or auto: megatron on axis tp, expert on ep, fsdp on fsdp or dp"
     plan.add_argument("--planner", default="auto", help=planners)
     plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     _costs(plan)
+
+    search = _add(commands, "search", "compare meshes and planners for a number of ranks, in one table")
+    search.add_argument("model")
+    search.add_argument("--ranks", type=int, required=True, help="number of ranks, for example 16")
+    _costs(search, page=False)
 
     check = _add(commands, "check", "list every problem of a plan for a model")
     check.add_argument("model")
@@ -98,9 +104,10 @@ def _add(commands, name: str, text: str) -> argparse.ArgumentParser:  # type: ig
     return parser
 
 
-def _costs(parser: argparse.ArgumentParser) -> None:
+def _costs(parser: argparse.ArgumentParser, *, page: bool = True) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures there")
+    if page:
+        parser.add_argument("--html", metavar="FILE", help="write a page with pictures there")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, momentum, mixed-adamw, none, ...")
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
     plain = "count plain weights where a config has a quantization_config: a model that is dequantised for training"
@@ -111,4 +118,6 @@ def _costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", metavar="SxL", help="sequences x length of a global step, for example 512x8192")
     parser.add_argument("--loss", help="causal-lm (default), vocab-parallel or none")
     parser.add_argument("--checkpointing", action="store_true", help="each repeated block is recomputed in backward")
+    batches = "batches before the optimizer's step, 1 by default; --batch is one of them"
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help=batches)
     parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.dtypes import SAFETENSORS
 from shard_spec._shared.page import human_bytes
+from shard_spec.cli.presets import PRESETS
 from shard_spec.cli.usage import UsageError
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
@@ -35,6 +36,8 @@ def load_model(source: str, *, dequantize: bool = False) -> nn.Module | ModelMet
         UsageError: If it does not exist, with the valid forms.
     """
     path = Path(source)
+    if source.lower() in PRESETS and not path.exists():
+        return _from_settings(source, PRESETS[source.lower()], dequantize)
     if path.is_dir():
         for name in ("config.json", "model.safetensors.index.json", "model.safetensors"):
             if (path / name).is_file():
@@ -45,9 +48,10 @@ def load_model(source: str, *, dequantize: bool = False) -> nn.Module | ModelMet
     if path.suffix == ".safetensors":
         return ModelMetadata(tuple(_header(path)))
     if path.suffix == ".json":
-        return _from_config(path, dequantize)
+        return _from_settings(path, _read_json(path), dequantize)  # bounded, no duplicate keys
     if ":" not in source:
-        raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json and no .safetensors file")
+        names = f"and no name of a model ({', '.join(PRESETS)})"
+        raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json, no .safetensors file {names}")
     import torch
     from torch import nn
 
@@ -72,14 +76,14 @@ def load_model(source: str, *, dequantize: bool = False) -> nn.Module | ModelMet
     return model
 
 
-def _from_config(path: Path, dequantize: bool) -> nn.Module:
+def _from_settings(path: Path | str, settings: Any, dequantize: bool) -> nn.Module:
+    """Return the model of a Hugging Face config; ``path`` names it in errors."""
     try:
         import transformers
     except ModuleNotFoundError:
         raise UsageError("reading a Hugging Face config needs transformers: pip install transformers") from None
     import torch
 
-    settings = _read_json(path)  # bounded, no duplicate keys
     kind = settings.get("model_type") if isinstance(settings, dict) else None
     if not isinstance(kind, str):
         raise UsageError(f"{path} is no Hugging Face config: it has no 'model_type'")
@@ -113,7 +117,7 @@ def _from_config(path: Path, dequantize: bool) -> nn.Module:
     return model
 
 
-def _refuse_giants(path: Path, settings: Any, depth: int = 0) -> None:
+def _refuse_giants(path: Path | str, settings: Any, depth: int = 0) -> None:
     """Refuse configs of too many modules: they are built one by one, on meta too."""
     if depth > _MAX_DEPTH:  # before Python's recursion limit
         raise UsageError(f"{path} is nested deeper than {_MAX_DEPTH}")

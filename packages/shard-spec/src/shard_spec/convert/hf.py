@@ -181,7 +181,7 @@ def from_distributed_config(config: object, module: nn.Module) -> tuple[dict[str
         plans[which] = {k: v for k, v in merged.items() if k in names and size > 1}  # a model's own may have more
     experts = plans["ep_plan"]  # their rules take precedence
     styles = {k: v for k, v in plans["tp_plan"].items() if not any(f"{k}.".startswith(f"{e}.") for e in experts)}
-    along_tp = resolve(from_hf_tp_plan(styles, metadata, MeshSpec({"tp": tp}), forward="drop"), metadata)
+    along_tp = resolve(PlanContent(**from_hf_tp_plan(styles, metadata, MeshSpec({"tp": tp}), forward="drop")), metadata)
     layouts, problems = {}, []
     for tensor in metadata.parameters:
         # FSDP2 shards dim 0 after tp; experts are sharded by their group first, then over its copies.

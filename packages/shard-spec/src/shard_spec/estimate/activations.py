@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from shard_spec._torch_compat import engine_references, memory_of, on_every_oper
 from shard_spec.estimate.autocast import Autocast
 from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
 from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
-from shard_spec.estimate.kernels import copied_operands, run_operator
+from shard_spec.estimate.kernels import copied_operands, flops_of, run_operator
 from shard_spec.estimate.roles import (
     Batch,
     expert_modules,
@@ -48,11 +48,8 @@ from shard_spec.estimate.roles import (
 )
 from shard_spec.estimate.step_options import Loss, StepOptions, policy_of
 from shard_spec.plan.axis_roles import AxisRoles
-from shard_spec.plan.metadata import original_of
-from shard_spec.plan.resolve import Resolution, resolve
-
-if TYPE_CHECKING:
-    from shard_spec.plan.content import PlanContent
+from shard_spec.plan.metadata import ModelMetadata, original_of
+from shard_spec.plan.resolve import Resolution
 
 _MAX_VALUES = 1 << 22  # a causal mask of 2,048 x 2,048
 _PRODUCTS = (
@@ -93,18 +90,14 @@ class ActivationEstimate:
         return "\n".join([text, *(f"- {note}" for note in (*self.notes, *self.assumptions))])
 
 
-def estimate_activations(
-    plan: PlanContent, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]
-) -> ActivationEstimate:
-    """Estimate one step; see ``ShardingPlan.activations``."""
-    resolution = resolve(plan, module)
-    step = run_on_shapes(resolution, module, batch, **options)
-    notes = step.notes
-    if step.roles.axes("expert") and expert_modules(resolution.metadata.parameters):
+def activations_of(step: Step, module: nn.Module, options: StepOptions) -> ActivationEstimate:
+    """Return the activations of a step; see ``ShardingPlan.activations``."""
+    notes = list(step.notes)
+    if step.roles.axes("expert") and expert_modules(step.metadata.parameters):
         notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
     if step.flow.values.reads_routes:
         notes.append("the forward reads a choice of topk (routing): it counts as even, experts in turn by token")
-    if any(each.stored_bytes is not None for each in resolution.metadata.parameters):
+    if any(each.stored_bytes is not None for each in step.metadata.parameters):
         notes.append("quantised weights: copies that kernels dequantise for a product are not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
@@ -119,7 +112,7 @@ def estimate_activations(
     return ActivationEstimate(step.local_bytes, peak, moment, *shares, tuple(notes), step.roles.assumptions, to_come)
 
 
-def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> _Step:
+def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> Step:
     """Run forward, loss and backward on the meta device, and return what was recorded."""
     module = original_of(module)
     dtype, loss, units = options.get("dtype"), options.get("loss", "causal-lm"), options.get("units")
@@ -137,6 +130,8 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     devices, lower = {each.device.type for each in module.parameters()}, options.get("autocast")
     autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
     flow = _Flow(weights, dict(mesh.axes), gathers, autocast)
+    flow.context = tuple(axis for axis in roles.axes("context") if mesh.axis_size(axis) > 1)
+    flow.context_exchange = options.get("context", "gather")
     # all ranks' batch: a data rank gets its share
     arguments, named = flow.values.inputs(forward_inputs(module, batch, mesh, roles))
     # Modules of transformers with this attribute checkpoint their blocks themselves.
@@ -146,7 +141,7 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     if checkpointing and "use_cache" in inspect.signature(module.forward).parameters:
         named.setdefault("use_cache", False)  # recomputed blocks would append their keys and values again
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
-    step = _Step(module, flow, loss, tokens if tokens is not None else (arguments, named), roles)
+    step = Step(module, flow, loss, tokens if tokens is not None else (arguments, named), roles, resolution.metadata)
     blocks = [module.get_submodule(name) for name in block_names(resolution.metadata)]
     members = units_of(resolution.metadata, units)
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
@@ -165,6 +160,8 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
         FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
     ):
         handles = flow.sum_experts(module, resolution)
+        expert_axes = tuple(axis for axis in roles.axes("expert") if mesh.axis_size(axis) > 1)
+        handles += flow.exchange_tokens(module, resolution, expert_axes)
         try:
             torch.func.functional_call(step, _by_place(module, state), (arguments, named), tie_weights=False)
         except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -177,10 +174,12 @@ def run_on_shapes(resolution: Resolution, module: nn.Module, batch: Batch, **opt
     return step
 
 
-class _Step(nn.Module):
+class Step(nn.Module):
     """Forward, loss and backward as one call: recomputation in backward needs the same parameters on meta."""
 
-    def __init__(self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any, roles: AxisRoles) -> None:
+    def __init__(
+        self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any, roles: AxisRoles, metadata: ModelMetadata
+    ) -> None:
         super().__init__()
         self.model = model
         self.notes: list[str] = []
@@ -188,6 +187,7 @@ class _Step(nn.Module):
         self.first_of_loss: int | None = None  # allocation of the logits
         self.flow = flow
         self.roles = roles
+        self.metadata = metadata
         self._loss, self._batch = loss, batch
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -375,6 +375,7 @@ class _TorchFunctions(TorchFunctionMode):
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
             return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
         (query, key, value), _ = self._autocast.arguments("scaled_dot_product_attention", (query, key, value), {})
+        self._flow.exchange_context(query, key, value)
         equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
         # Torch broadcasts one head over many in the unfused formula only.
         equal = equal and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
@@ -534,7 +535,8 @@ class _Values:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a tensor. Tensors off meta are constants of the forward, such as index lists."""
         if tensor.is_meta:
-            return self._known.get(tensor)
+            values: torch.Tensor | None = self._known.get(tensor)
+            return values
         return None if memory_of(tensor) in self.host else tensor
 
     def _real(self, value: Any) -> Any:
@@ -548,6 +550,9 @@ class _Flow:
 
     def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool, autocast: Autocast) -> None:
         self.weights = weights  # by memory of a parameter or buffer
+        self.flops = 0  # of products, on one rank
+        self.context: tuple[str, ...] = ()  # axes along which the tokens of a sequence are divided
+        self.context_exchange = "gather"
         self._gathers = gathers  # scores over a sharded vocabulary
         self.autocast = autocast
         self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
@@ -578,6 +583,15 @@ class _Flow:
             shards = prod(self._axes[axis] for axis in self._cut.get(memory_of(each), ()))
             copies.append(self.timeline.allocate(-(-each.numel() * each.itemsize // shards)))
         result = self._observe(operator, args, kwargs)
+        if flops := flops_of(operator, args, kwargs, result):
+            memories = [memory_of(each) for each in tensors_of((args, kwargs))]
+            weights = [self.weights[memory] for memory in memories if memory in self.weights]
+            axes = frozenset().union(
+                *(self._cut.get(memory, frozenset()) for memory in memories),
+                *(each.column | each.row | each.ends | each.other for each in weights),
+            )
+            ranks = prod(self._axes[axis] for axis in self.context) if "attention" in str(operator) else 1
+            self.flops += ranks * flops // prod(self._axes[axis] for axis in axes)  # queries meet all ranks' keys
         for copy in copies:
             self.timeline.free(copy)
         return result
@@ -678,6 +692,60 @@ class _Flow:
 
             unit = module.get_submodule(name)
             handles += [unit.register_forward_pre_hook(before, with_kwargs=True), unit.register_forward_hook(after)]
+        return handles
+
+    def exchange_context(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Record what attention exchanges along context axes: all keys and values, or heads for tokens."""
+        ranks = prod(self._axes[axis] for axis in self.context)
+
+        def moved(tensor: torch.Tensor, op: str, times: int) -> None:
+            axes = self._cut.get(memory_of(tensor), frozenset())
+            size = times * tensor.numel() * tensor.itemsize // prod(self._axes[axis] for axis in axes)
+            self.collectives += [(axis, op, "activations", "attention", size) for axis in self.context]
+
+        def passes(tensor: torch.Tensor, forward: str, backward: str, times: int, count: int = 1) -> None:
+            for _ in range(count):
+                moved(tensor, forward, times)
+            if tensor.requires_grad and not self.timeline.in_backward():  # recomputation sends again, backward once
+                tensor.register_hook(lambda grad: [moved(tensor, backward, times) for _ in range(count)] and None)
+
+        if not self.context:
+            return
+        for tensor in (key, value):
+            if self.context_exchange == "ulysses":
+                passes(tensor, "all_to_all", "all_to_all", 1)
+            else:
+                passes(tensor, "all_gather", "reduce_scatter", ranks)
+        if self.context_exchange == "ulysses":  # queries, and results of their shape
+            passes(query, "all_to_all", "all_to_all", 1, count=2)
+
+    def exchange_tokens(self, module: nn.Module, resolution: Resolution, axes: tuple[str, ...]) -> list[Any]:
+        """Send tokens to the ranks of their experts and back, in forward and in backward. Return the hooks.
+
+        A module of experts gets hidden states (tokens, hidden) and the chosen experts of each (tokens, choices).
+        """
+        handles = []
+        for name in expert_modules(resolution.metadata.parameters):
+            owned = (each for each in resolution.metadata.parameters if each.name.rpartition(".")[0] == name)
+            layouts = [resolution.layouts[each.name] for each in owned if each.name in resolution.layouts]
+            along = [axis for axis in axes if any(axis in each.sharded_axes for each in layouts)]
+
+            def moved(tensor: torch.Tensor, choices: int, name: str = name, along: list[str] = along) -> None:
+                size = choices * tensor.numel() * tensor.itemsize
+                for axis in 2 * along:  # dispatch and combine
+                    self.collectives.append((axis, "all_to_all", "activations", name, size))
+
+            def before(module: nn.Module, args: Any, kwargs: Any, moved: Any = moved) -> None:
+                tensors = list(tensors_of((args, kwargs)))
+                indices = [each for each in tensors if not each.is_floating_point()]
+                if tensors and indices and tensors[0].is_floating_point():
+                    choices = indices[0].shape[-1]
+                    moved(tensors[0], choices)
+                    if tensors[0].requires_grad and not self.timeline.in_backward():
+                        tensors[0].register_hook(lambda grad: moved(grad, choices))
+
+            if along:
+                handles.append(module.get_submodule(name).register_forward_pre_hook(before, with_kwargs=True))
         return handles
 
     def gathered_buffer(self, size: int) -> torch.Tensor:

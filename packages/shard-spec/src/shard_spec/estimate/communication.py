@@ -9,20 +9,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Unpack
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
-from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.activations import run_on_shapes
+from shard_spec.estimate.activations import Step
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.data_parallel import Transfer, unit_transfers
-from shard_spec.estimate.roles import Batch, expert_modules, uncounted_axes
+from shard_spec.estimate.roles import expert_modules, uncounted_axes
 from shard_spec.estimate.step_options import StepOptions
 from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
@@ -38,12 +34,24 @@ class Communication:
         transfers: One entry for each tensor, axis and kind of collective, for the fullest rank.
         seconds: Axis to the time of its collectives in sequence, if a topology was given.
         assumptions: Assumptions about activations.
+        flops: Floating-point operations of one rank's products in the step; 0 without a batch.
+        compute_seconds: Their time, if a topology was given with a batch.
     """
 
     mesh: MeshSpec
     transfers: tuple[Transfer, ...]
     seconds: dict[str, float] | None
     assumptions: tuple[str, ...]
+    flops: int = 0
+    compute_seconds: float | None = None
+
+    @property
+    def step_seconds(self) -> tuple[float, float] | None:
+        """Least and most time of the step: all collectives beside the products, or one after another."""
+        if self.seconds is None or self.compute_seconds is None:
+            return None
+        sent = sum(self.seconds.values())
+        return max(sent, self.compute_seconds), sent + self.compute_seconds
 
     def by_axis(self) -> dict[str, dict[str, float]]:
         """Return each rank's sent bytes of a step, by axis and kind of content."""
@@ -69,6 +77,8 @@ class Communication:
             "version": 1,
             "by_axis": self.by_axis(),
             "seconds": self.seconds,
+            "flops": self.flops,
+            "compute_seconds": self.compute_seconds,
             "assumptions": list(self.assumptions),
             "transfers": [[t.axis, t.op, t.what, t.name, t.full_bytes, t.count] for t in self.transfers],
         }
@@ -86,19 +96,30 @@ class Communication:
         if self.seconds is not None:
             times = ", ".join(f"{axis} {seconds * 1e3:.2f} ms" for axis, seconds in self.seconds.items())
             lines.append(f"time of the collectives, one after another: {times}")
+        if self.step_seconds is not None:
+            least, most = (f"{seconds * 1e3:.2f}" for seconds in self.step_seconds)
+            products = f"{self.flops / 1e12:.3g} TFLOP of products in {self.compute_seconds or 0:.3g} s"
+            lines.append(f"time of the step: {least} to {most} ms, collectives beside or after {products}")
         return "\n".join([*lines, *(f"- {line}" for line in self.assumptions)])
 
 
-def communication(
+def communication_of(
     resolution: Resolution,
-    module: nn.Module | ModelMetadata,
-    batch: Batch | None = None,
+    step: Step | None,
+    options: StepOptions,
     *,
     topology: Topology | None = None,
     cost_model: AlphaBetaCostModel | None = None,
-    **options: Unpack[StepOptions],
 ) -> Communication:
-    """Return the communication of a step of a resolved plan; see ``ShardingPlan.communication``."""
+    """Return the communication of a step of a resolved plan; see ``ShardingPlan.communication``.
+
+    Args:
+        resolution: The plan on its model.
+        step: Its simulated step; None: activations are not counted.
+        options: How the step runs.
+        topology: Machine for times.
+        cost_model: Times of collectives and products on it.
+    """
     mesh = resolution.one_mesh
     roles = resolution.axis_roles(options.get("data_axes"))
     data, model_axes = roles.data, roles.axes("model")
@@ -108,14 +129,12 @@ def communication(
         f"model axes (ranks see the same samples): {', '.join(model_axes) or 'none'}",
         "weights sharded along a data axis are gathered for the forward and again for the backward, the root once",
     ]
-    if batch is None:
+    if step is None:
         lines.append("no batch given: activations are not counted")
-    elif isinstance(module, ModelMetadata):
-        raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
     else:
-        flow = run_on_shapes(resolution, module, batch, **options).flow
+        flow = step.flow
         for (axis, op, what, name, size), count in Counter(flow.collectives).items():
-            if axis in model_axes and mesh.axis_size(axis) > 1:
+            if axis in (*model_axes, *roles.axes("expert", "context")) and mesh.axis_size(axis) > 1:
                 uses = count * options.get("accumulate", 1)
                 transfers.append(Transfer(axis, op, what, name, size, uses, mesh.axis_size(axis)))
         experts = expert_modules(resolution.metadata.parameters)
@@ -127,11 +146,18 @@ def communication(
                 lines.append(f"{axis}: activations around {names[0]}{more} are not counted: no linear or embedding")
     if sparse := [tensor.name for tensor in resolution.metadata.parameters if tensor.sparse_grad and data]:
         lines.append(f"gradients of sparse tables ({', '.join(sparse[:3])}) are not counted: they depend on the batch")
-    seconds = None
+    seconds, compute, flops = None, None, 0
+    if step is not None:
+        flops = step.flow.flops * options.get("accumulate", 1)
     if topology is not None:
         model: Any = cost_model or AlphaBetaCostModel()
         seconds = {}
         for axis in mesh.axis_names:
             link = topology.link(mesh.axes, axis, mesh.rank_list)
             seconds[axis] = sum(t.count * getattr(model, t.op)(t.full_bytes, link) for t in transfers if t.axis == axis)
-    return Communication(mesh, tuple(transfers), seconds, (*lines, *roles.assumptions, *uncounted_axes(mesh, roles)))
+        compute = model.compute(flops, topology) if step is not None else None
+    counted = {each.axis for each in transfers if each.what == "activations"}
+    if counted & set(roles.axes("expert")):
+        lines.append("tokens travel to experts and back by all-to-all; routing counts as even")
+    lines += [*roles.assumptions, *uncounted_axes(mesh, roles, counted)]
+    return Communication(mesh, tuple(transfers), seconds, tuple(lines), flops, compute)

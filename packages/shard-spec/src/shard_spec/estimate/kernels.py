@@ -7,9 +7,11 @@ in place, and with one into new memory.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from shard_spec._torch_compat import engine_references, references
 
@@ -78,6 +80,26 @@ def copied_operands(operator: Any, args: Any) -> list[torch.Tensor]:
         if not in_rows and not (by_row == 1 and by_column >= max(1, rows)):
             copied.append(matrix)
     return copied
+
+
+_ATTENTION = {  # products of queries by keys, each of two operations a factor
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: (0, 2),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 5),
+}
+
+
+def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the floating-point operations of a product, a convolution or fused attention; 0 for other operators."""
+    if operator in _ATTENTION:
+        first, products = _ATTENTION[operator]
+        query, key = args[first : first + 2]
+        return 2 * products * prod(query.shape) * int(key.shape[-2])
+    if operator is _ATEN._grouped_mm.default:
+        first, second = args[:2]
+        groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
+        return 2 * groups * prod(first.shape[-2:]) * int(second.shape[-1])
+    counted = flop_registry.get(operator._overloadpacket)
+    return int(counted(*args, **kwargs, out_val=result)) if counted is not None else 0
 
 
 def _is_gradient_of_engine(tensor: torch.Tensor, other: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -198,4 +199,6 @@ class PlanContent:
 
     def on_mesh(self, mesh: MeshSpec) -> Self:
         """Return the same rules on another mesh."""
-        return type(self)(**{**self.__getstate__(), "mesh": mesh})
+        other = copy.copy(self)
+        object.__setattr__(other, "mesh", mesh)  # frozen dataclass; the copy has parsed no rule yet
+        return other

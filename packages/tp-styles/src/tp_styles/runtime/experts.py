@@ -18,8 +18,8 @@ from tp_styles.runtime.redistribute import Redistribute, TPGroup, moved_back
 from tp_styles.runtime.token_exchange import AllToAllDispatcher, RoutedTokens, TokenDispatcher
 from tp_styles.values import Redistribution, Split, Step, StyleSpec
 
+# How a module of experts takes its tokens; see `Experts.form`.
 FORMS = "indices", "one-hot", "batched", "sorted"
-"""How a module of experts takes its tokens; see `Experts.form`."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,13 @@ class ExpertForward(ModuleForward):
         owned = Split.along(0, self.experts.count)
         ((self.first, stop),) = owned.ranges(axis.rank, axis.size)
         self.num_local = stop - self.first
-        self.summed: dict[str, torch.Tensor] = {}  # during a call: replicated parameters, each behind one node of autograd
+        self.results: dict[tuple[torch.dtype, torch.dtype | None], tuple[int, torch.dtype]] = {}
+        self.summed: dict[
+            str, torch.Tensor
+        ] = {}  # during a call: replicated parameters, each behind one node of autograd
 
     def parameter_of(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor | None:
-        """Return a parameter; see `Forward.parameter_of`. A summed gradient is reduced once, however often it is read."""
+        """Return a parameter; see `Forward.parameter_of`. A summed gradient is reduced once a call."""
         return self.summed[name] if name in self.summed else super().parameter_of(owner, attribute, name)
 
     @without_compiler
@@ -103,8 +106,10 @@ class ExpertForward(ModuleForward):
             for owner, attribute, key in self.places:
                 if key in self.sums and (local := super().parameter_of(owner, attribute, key)) is not None:
                     self.summed[key] = local
-            rows = self.run_experts(routed, given) if routed.hidden.shape[0] else self.no_rows(routed)
-            # A rank may not use a replicated parameter (the expert around it got no token): it joins the sum all the same.
+            rows = self.run_experts(routed, given) if routed.hidden.shape[0] else None
+            width, dtype = self.result_of(routed.hidden, rows)
+            rows = self.no_rows(routed, width, dtype) if rows is None else rows
+            # A rank without tokens for an expert may not use a replicated parameter: it joins the sum all the same.
             rows = _connected(rows, self.summed.values())
         finally:
             self.summed = {}
@@ -168,13 +173,31 @@ class ExpertForward(ModuleForward):
         produced = produced.reshape(-1, produced.shape[-1])
         return produced if order is None else torch.zeros_like(produced).index_copy(0, order, produced)
 
-    def no_rows(self, routed: RoutedTokens) -> torch.Tensor:
+    def result_of(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> tuple[int, torch.dtype]:
+        """Return width and type of the module's results, which a rank without rows cannot see.
+
+        The ranks tell each other in the first call with tokens of a type; later ones, and recomputations, know it.
+        """
+        device = hidden.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        known = self.results.get((hidden.dtype, autocast))
+        if known is None:
+            own = None if rows is None else (rows.shape[-1], rows.dtype)
+            everyone = [one for one in self.axis.all_gather_objects(own, self.name) if one is not None]
+            known = everyone[0] if everyone else (hidden.shape[-1], hidden.dtype)  # no rank has a row
+            if everyone:
+                self.results[hidden.dtype, autocast] = known
+        return known
+
+    def no_rows(self, routed: RoutedTokens, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return no rows, connected to everything that has a gradient on other ranks.
 
         Backward then runs both exchanges here too, and this rank's parameters get zeros as their gradients, as experts
         without tokens do on one process.
         """
-        empty = routed.hidden if routed.weights is None else routed.hidden + routed.weights[:, None].to(routed.hidden)
+        empty = _connected(routed.hidden.new_empty(0, width, dtype=dtype), (routed.hidden,))
+        if routed.weights is not None:
+            empty = _connected(empty, (routed.weights,))
         if self.experts.is_numbered:  # an expert without tokens has no gradient, on one process either
             return empty
         locals = (self.parameter_of(owner, attribute, key) for owner, attribute, key in self.places)
@@ -191,9 +214,9 @@ class ExpertForward(ModuleForward):
             vars(self.module).update(before)
 
 
-def _connected(rows: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the rows with parameters in their graph: each gets a gradient, of zeros where nothing else uses it."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            rows = rows + parameter.as_subclass(torch.Tensor).reshape(-1)[:0].sum().to(rows.dtype)
+def _connected(rows: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the rows with tensors in their graph: each gets a gradient, of zeros where nothing else uses it."""
+    for one in tensors:
+        if one.requires_grad:
+            rows = rows + one.as_subclass(torch.Tensor).reshape(-1)[:0].sum().to(rows.dtype)
     return rows

@@ -113,15 +113,19 @@ class Forward:
         self.moves = {key: Redistribute(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
         summed = Redistribution(Replicate(), Replicate(), gradient=Partial())
         self.sums = {  # copies among the rows of a split are summed alone
-            key: (Redistribute(replace(summed, split=one.split), axis, f"{name}.{key}"), one.divide_by_tp)
-            for key, one in spec.parameters
-            if one.sum_gradient
+            key: (Redistribute(replace(summed, split=declared.split), axis, f"{name}.{key}"), declared.divide_by_tp)
+            for key, declared in spec.parameters
+            if declared.sum_gradient
         }
         self.parts = ShardCheck(module, spec, axis, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
         raise AssertionError("subclasses compute")
+
+    def install_below(self) -> list[tuple[nn.Module, dict[str, Any], list[Callable[[], None]]]]:
+        """Change modules below; return each with its former attributes, and functions that remove what was added."""
+        return []
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """Return a local parameter for the computation."""

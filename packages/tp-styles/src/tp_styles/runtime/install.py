@@ -88,8 +88,8 @@ def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
 
 # ---------------------------------------------------------------------------------------------- styles of torch
 
+# Every table of hooks of a module.
 TABLES = [key for key, value in vars(nn.Module()).items() if "hooks" in key and isinstance(value, dict)]
-"""Every table of hooks of a module."""
 
 
 def apply_torch_style(
@@ -142,6 +142,7 @@ class KeyRemover:
         self.table.pop(self.key, None)
 
 
+# Names of forwards in `StyleSpec.compute`; a style of another package passes its subclass of `Forward` itself.
 FORWARDS: dict[str, type[Forward]] = {
     "column-linear": ColumnLinear,
     "picked-column-linear": ColumnLinearKVReplicated,
@@ -154,7 +155,6 @@ FORWARDS: dict[str, type[Forward]] = {
     "divided-input": DividedInput,
     "latent-kv": LatentKV,
 }
-"""Names of forwards in `StyleSpec.compute`; a style of another package passes its subclass of `Forward` itself."""
 
 
 def forward_of(spec: StyleSpec) -> type[Forward] | None:
@@ -209,6 +209,13 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
     # On the layer itself: code that reads its weight directly may be in a module outside of the plan.
     handle = module.register_forward_pre_hook(DisableFastPath())
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]
+
+
+def changes_below(module: nn.Module) -> list[ModuleChange]:
+    """Let the module's forward change modules below, and return its changes."""
+    forward = vars(module).get("forward")
+    found = forward.install_below() if isinstance(forward, Forward) else []
+    return [ModuleChange(one, attributes=attributes, removers=removers) for one, attributes, removers in found]
 
 
 def share_inputs(model: nn.Module, plan: TPPlan, axis: TPGroup) -> None:

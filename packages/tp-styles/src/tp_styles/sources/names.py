@@ -169,7 +169,7 @@ def style_of(kind: str, own: Mapping[str, str], config: Any, name: str) -> Paral
         PlanError: The style name is for parameters only.
     """
     if "grouped_gemm" in own.values() and kind != "ep_dispatch_experts":
-        hint = "whole experts of a rank need their tokens: name the module \"ep_dispatch_experts\" in the plan"
+        hint = 'whole experts of a rank need their tokens: name the module "ep_dispatch_experts" in the plan'
         raise PlanError(Problem("invalid-argument", name, found="'grouped_gemm' of its parameters", hint=hint))
     if kind in ROLES and (own or kind != "all_reduce"):
         return ParametersParallel(own, role=ROLES[kind])

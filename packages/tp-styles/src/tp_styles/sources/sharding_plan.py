@@ -39,7 +39,8 @@ def from_sharding_plan(plan: ShardingPlan, module: nn.Module, *, axis: str = "tp
     The axis is tensor parallel: activations between blocks are the same on all of its ranks. Sharded layers of one of
     the planner's blocks (attention by heads, a feed-forward block by channels, experts, the vocabulary's ends) keep
     their activations sharded in between. Head counts inside become local, gradients of parameters inside (norms of
-    heads) are summed. Where the axis deals out whole experts, tokens are sent to them (`ExpertParallel`). `apply_plan` compares each block with the original in its first call.
+    heads) are summed. Where the axis deals out whole experts, tokens are sent to them (`ExpertParallel`). `apply_plan`
+    compares each block with the original in its first call.
 
     Args:
         plan: The plan; its other axes are for other packages.

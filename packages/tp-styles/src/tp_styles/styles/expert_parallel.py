@@ -15,26 +15,26 @@ from tp_styles.runtime.token_exchange import AllToAllDispatcher, TokenDispatcher
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Section, Split, StyleSpec, describe, is_below
 
+# Classes of transformers in other forms than most: their form, and names of parameters that hold experts.
 KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "DbrxExperts": ("indices", ("mlp.w1", "mlp.v1", "mlp.w2")),  # experts beneath each other in two dims
     "JetMoeParallelExperts": ("sorted", ()),
     "Llama4TextExperts": ("batched", ()),
     "SwitchTransformersExperts": ("one-hot", ()),
 }
-"""Classes of transformers in other forms than most: their form, and names of parameters that hold experts."""
 
+# Name of a parameter below one of several numbered experts: `3.up.weight`, `expert_3.wi.weight`.
 NUMBERED = re.compile(r"^(?:(.*?)[._])?(\d+)\.")
-"""Name of a parameter below one of several numbered experts: `3.up.weight`, `expert_3.wi.weight`."""
 
 
 class ExpertParallel(ParallelStyle):
     """Hold whole experts on each rank, and send tokens to the ranks of their experts.
 
     For a module whose forward takes tokens, the indices of their experts, and routing weights: the experts of
-    transformers' mixtures, or a module of one's own. Its own code runs on the rows that arrive, with one expert each, so
-    a routing weight is used where the module uses it. The counts of rows are exchanged first; then two exchanges
-    in the forward pass, and two in the backward pass, send tokens and their gradients. Numbers of experts and tokens need
-    not divide by the number of ranks.
+    transformers' mixtures, or a module of your own. Its own code runs on the rows that arrive, with one expert each,
+    so a routing weight is used where the module uses it. The counts of rows are exchanged first; then two exchanges
+    in the forward pass, and two in the backward pass, send tokens and their gradients. Numbers of experts and tokens
+    need not divide by the number of ranks.
 
     Args:
         tokens: `"replicated"`: every rank has all tokens, as beside tensor parallelism; each sends an equal share of
@@ -112,10 +112,14 @@ class ExpertParallel(ParallelStyle):
     ) -> list[Problem]:
         kind, where, problems = info.kind.__name__, info.where(), []
         if not count:
-            hint = "a module of experts has one block of rows for each expert in its parameters, or numbered modules:"
-            hint += " name the parameters (parameters=) and num_experts="
+            hint = (
+                "a module of experts has one block of rows for each expert in its parameters, or numbered modules:"
+                " name the parameters (parameters=) and num_experts="
+            )
             problems.append(Problem("module-kind", where, found=f"no experts in {kind}", hint=hint))
-        if len(inputs) < (min(needed, 2) if self.inputs else needed) or any(name not in (*info.arguments, *info.keyword_only) for name in inputs):
+        if len(inputs) < (min(needed, 2) if self.inputs else needed) or any(
+            name not in (*info.arguments, *info.keyword_only) for name in inputs
+        ):
             hint = "its forward takes tokens, the indices of their experts and routing weights: name them (inputs=)"
             reason = f"{kind}.forward({', '.join(info.arguments)})"
             problems.append(Problem("module-kind", where, found=reason, hint=hint))

@@ -1,0 +1,128 @@
+"""Sums of all parameters' gradients over an axis, in one message a type, at the end of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_styles._torch_compat import is_compiling
+from tp_styles.problems import Problem, StyleInputError
+from tp_styles.runtime.redistribute import TPGroup
+
+BUCKET_BYTES = 2**25
+
+
+class GradientSum:
+    """Replaces a model's parameters during a forward, so that their gradients are summed over an axis.
+
+    A parameter without a gradient on one rank (an expert without tokens) counts as zeros there. After a first backward
+    in which every rank lacked one, each backward exchanges which they are: a parameter without a gradient anywhere
+    keeps none.
+
+    Args:
+        axis: The ranks.
+    """
+
+    def __init__(self, axis: TPGroup) -> None:
+        self.axis = axis
+        self.exchanges_use: dict[int, bool] = {}
+
+    @contextmanager
+    def installed(self, model: nn.Module) -> Iterator[None]:
+        """Replace the parameters that learn; a tied one under all its names."""
+        places = [
+            (owner._parameters, key, parameter)
+            for owner in model.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        unique = list({id(parameter): parameter for _, _, parameter in places}.values())
+        if not unique or not torch.is_grad_enabled():
+            yield
+            return
+        locals = [p.to_local() if isinstance(p, DTensor) else p for p in unique]
+        views = _Summed.apply(self, *locals)  # type: ignore[no-untyped-call]  # torch's
+        new: dict[int, Any] = {id(p): _like(view, p) for p, view in zip(unique, views, strict=True)}
+        for table, key, parameter in places:
+            table[key] = new[id(parameter)]
+        try:
+            yield
+        finally:
+            for table, key, parameter in places:
+                table[key] = parameter
+
+    def reduced(self, gradients: list[torch.Tensor | None], like: list[Any]) -> list[torch.Tensor | None]:
+        """Return the sums of the ranks' gradients."""
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            hint = "nn.Embedding(sparse=False)"
+            raise StyleInputError(Problem("sparse-gradient", found="a sparse gradient", hint=hint))
+        used = self._used([gradient is not None for gradient in gradients], like[0][2])
+        sums: list[torch.Tensor | None] = [None] * len(gradients)
+        for indices in self._buckets(gradients, like):
+            flat = torch.cat([_dense(gradients[index], like[index]).reshape(-1) for index in indices])
+            parts = self.axis.all_reduce_(flat).split([like[index][0].numel() for index in indices])
+            for index, part in zip(indices, parts, strict=True):
+                if used[index]:
+                    sums[index] = part.view(like[index][0])
+        return sums
+
+    def _used(self, mine: list[bool], device: torch.device) -> list[bool]:
+        """Return the parameters that have a gradient on some rank."""
+        if is_compiling():
+            return mine
+        if len(mine) not in self.exchanges_use:
+            everyone = self.axis.all_gather_objects(mine, "the first backward")
+            self.exchanges_use[len(mine)] = not all(all(one) for one in everyone)
+        if not self.exchanges_use[len(mine)]:
+            return [True] * len(mine)
+        count = torch.tensor(mine, dtype=torch.int32, device=device)
+        return [number > 0 for number in self.axis.all_reduce_(count).tolist()]
+
+    def _buckets(self, gradients: list[torch.Tensor | None], like: list[Any]) -> Iterator[list[int]]:
+        """Yield indices of gradients that travel together: one type and device, up to `BUCKET_BYTES`."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        for index, (shape, dtype, device) in enumerate(like):
+            kind = dtype, device
+            size = shape.numel() * dtype.itemsize
+            if kind not in kinds or sizes[kind] + size > BUCKET_BYTES:
+                kinds.setdefault(kind, []).append([])
+                sizes[kind] = 0
+            kinds[kind][-1].append(index)
+            sizes[kind] += size
+        for buckets in kinds.values():
+            yield from buckets
+
+
+def _dense(gradient: torch.Tensor | None, like: Any) -> torch.Tensor:
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+
+
+def _like(view: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a local tensor in the form of its parameter."""
+    if not isinstance(parameter, DTensor):
+        return view
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    wrapped: torch.Tensor = DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return wrapped
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owner: GradientSum, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.owner = owner
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.owner.reduced(list(gradients), ctx.like))
