@@ -16,7 +16,7 @@ OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
     "Muon": lambda ps: torch.optim.Muon(ps, lr=0.02),
-    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.02),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.02, eps=(1e-7, 1e-3)),
     "NAdam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
     "Rprop": lambda ps: torch.optim.Rprop(ps, lr=0.01),
 }

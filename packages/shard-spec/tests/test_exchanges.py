@@ -48,7 +48,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
+        x: torch.Tensor = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
         return x.sum()

@@ -209,22 +209,20 @@ def types_page(sizes: list[int], kept: Path | None, count: int | None = None) ->
 
 
 def experts(mesh: DeviceMesh, names: list[str], kept: str | None) -> dict[str, Any]:
-    """Outcome of each causal type with experts, and of each class of experts alone; arguments as of `families`."""
+    """Outcome of each causal type, or class of experts alone ("folder class"); other arguments as of `families`."""
     import expert_models
 
-    classes = expert_models.expert_classes()
-    outcomes: dict[str, Any] = {"types": {}, "classes": {}}
+    outcomes: dict[str, Any] = {}
     for name in names:
-        outcomes["types"][name] = expert_models.check_expert_type(name, mesh)
+        folder, _, kind = name.partition(" ")
+        if kind:
+            both = {way: expert_models.check_expert_class(folder, kind, mesh, way) for way in ("replicated", "sharded")}
+        outcomes[name] = both if kind else expert_models.check_expert_type(name, mesh)
         if mesh.get_local_rank() == 0:
-            print(f"{name}: {outcomes['types'][name]}", flush=True)
-    for folder, name in classes:
-        both = {kind: expert_models.check_expert_class(folder, name, mesh, kind) for kind in ("replicated", "sharded")}
-        outcomes["classes"][f"{folder} {name}"] = both
-        if mesh.get_local_rank() == 0:
-            print(f"{name}: {both}", flush=True)
-    if kept is not None and mesh.get_local_rank() == 0:
-        Path(kept).write_text(json.dumps(outcomes))
+            print(f"{name}: {outcomes[name]}", flush=True)
+            if kept is not None:
+                with Path(kept).open("a") as file:
+                    file.write(json.dumps([name, outcomes[name]]) + "\n")
     return outcomes
 
 
@@ -233,11 +231,13 @@ def experts_page(sizes: list[int], kept: Path | None) -> str:
     import expert_models
 
     names = expert_models.expert_types()
-    if kept is not None and kept.exists():
-        outcomes = json.loads(kept.read_text())
-    else:
-        outcomes = on_ranks(experts, sizes[0], names, None if kept is None else str(kept.absolute()))
-    models, classes = outcomes["types"], outcomes["classes"]
+    kinds = [" ".join(pair) for pair in expert_models.expert_classes()]
+    lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    outcomes: dict[str, Any] = dict(map(json.loads, lines))
+    missing = [name for name in (*names, *kinds) if name not in outcomes]
+    if missing:
+        outcomes |= on_ranks(experts, sizes[0], missing, None if kept is None else str(kept.absolute()))
+    models, classes = {name: outcomes[name] for name in names}, {name: outcomes[name] for name in kinds}
     built = {name: row for name, row in models.items() if row["experts"] is not None}
     texts = [
         ", ".join(f"{words[word]} {word}" for word in ("right", "refused", "failed", "wrong"))

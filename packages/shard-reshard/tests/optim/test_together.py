@@ -161,6 +161,10 @@ def test_state_that_is_not_of_a_parameter(ranks: Ranks) -> None:
     twin = of_mesh(mesh_of((ranks.world_size,)), [Shard(0)], {"w": (9, 8), "v": (6, 4)})
     with pytest.raises(PlanError, match=r"not-per-matrix\] make: LBFGS"):
         WholeMatrices(twin.named, torch.optim.LBFGS)
+    mixed = of_mesh(mesh_of((ranks.world_size,)), [Shard(0)], {"half": (4, 4)}, torch.bfloat16).named | twin.named
+    with pytest.raises(PlanError, match=r"not-per-matrix\] make: Adafactor.*bfloat16.*eps=\(1e-7"):
+        WholeMatrices(mixed, torch.optim.Adafactor)
+    WholeMatrices(mixed, lambda ps: torch.optim.Adafactor(ps, eps=(1e-7, 1e-3)))
     with pytest.raises(PlanError, match=r"not-per-matrix\] make: _Coupled.*depends on the other tensors"):
         WholeMatrices(twin.named, lambda ps: _Coupled(ps, lr=0.1))
     coupled = WholeMatrices(twin.named, lambda ps: _Counts(ps, couple=True), per_matrix=True)

@@ -67,7 +67,7 @@ class Split:
     @property
     def is_single(self) -> bool:
         """True if ranks hold consecutive rows in their order: at most one section, from rank 0 on, and no copies."""
-        return len(self.sections) <= 1 and all(one.copies == 1 and not one.first for one in self.sections)
+        return len(self.sections) <= 1 and all(section.copies == 1 and not section.first for section in self.sections)
 
     @property
     def is_on_one_rank(self) -> bool:

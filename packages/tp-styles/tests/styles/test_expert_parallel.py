@@ -236,7 +236,7 @@ def test_a_rank_without_rows_knows_the_results_of_the_others(ranks: Ranks) -> No
     alone = Widening(2).double()
     for check in ("first", "never"):
         model = copy.deepcopy(alone)
-        tp.apply_plan(model, mesh, tp.ExpertParallel(), check=check)  # type: ignore[arg-type]  # both are known
+        tp.apply_plan(model, mesh, tp.ExpertParallel(), check=check)  # both are known
         x, weights = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 1, dtype=torch.float64)
         ids, gradients = torch.zeros(5, 1, dtype=torch.int64), []
         for module in (model, alone):

@@ -42,7 +42,7 @@ def test_families_of_transformers_by_their_own_plans(ranks: Ranks) -> None:
         torch.testing.assert_close(*map(torch.tensor, losses), atol=1e-6, rtol=0)  # routers compute in float32
         state = tp.full_state_dict(model)
         sizes.append(models.assert_close(state, alone.state_dict(), atol=1e-6))
-        assert handle.report().count("experts (evaluation, with gradients): equal to the original") == len(own)
+        assert handle.report().count("mlp.experts (evaluation, with gradients): equal to the original") == len(own)
     assert min(sizes) > 10000
 
 

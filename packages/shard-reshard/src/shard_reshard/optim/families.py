@@ -183,9 +183,17 @@ def check_per_matrix(family: Family, optimizer: Optimizer, tensors: Mapping[int,
     kind = type(optimizer)
     where = f"make: {kind.__name__}"
     hint = "use an optimizer with state for each parameter alone; if this one has, pass per_matrix=True"
-    if kind.__module__.startswith("torch.optim."):
+    if f"{kind.__module__}.".startswith("torch.optim."):
         if kind.__name__ in _COUPLED:
             raise PlanError(Problem("not-per-matrix", where, found="one state for all parameters", hint=hint))
+        for number, group in enumerate(optimizer.param_groups):
+            dtypes = {tensor.dtype for tensor in group["params"]}
+            if kind is torch.optim.Adafactor and group["eps"][0] is None and len(dtypes) > 1:
+                found = (
+                    f"group {number} has {', '.join(sorted(map(str, dtypes)))}; torch takes the first one's eps for all"
+                )
+                hint = "give eps=(1e-7, 1e-3), or a group for each dtype"
+                raise PlanError(Problem("not-per-matrix", where, found=found, hint=hint))
         return
     chosen = sorted(tensors)[:: max(1, len(tensors) // 3)][:3]
     shapes = [tuple(min(size, 8 - number) for size in tensors[at].shape) for number, at in enumerate(chosen)]

@@ -133,7 +133,7 @@ def communication_of(
         lines.append("no batch given: activations are not counted")
     else:
         flow = step.flow
-        for (axis, op, what, name, size), count in Counter(flow.collectives).items():
+        for (axis, op, what, name, size), count in Counter(flow.exchanges.collectives).items():
             if axis in (*model_axes, *roles.axes("expert", "context")) and mesh.axis_size(axis) > 1:
                 uses = count * options.get("accumulate", 1)
                 transfers.append(Transfer(axis, op, what, name, size, uses, mesh.axis_size(axis)))

@@ -176,14 +176,14 @@ class ExpertForward(ModuleForward):
     def result_of(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> tuple[int, torch.dtype]:
         """Return width and type of the module's results, which a rank without rows cannot see.
 
-        The ranks tell each other in the first call with tokens of a type; later ones, and recomputations, know it.
+        The ranks exchange it in the first call with tokens of a type; later calls and recomputations use that result.
         """
         device = hidden.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         known = self.results.get((hidden.dtype, autocast))
         if known is None:
             own = None if rows is None else (rows.shape[-1], rows.dtype)
-            everyone = [one for one in self.axis.all_gather_objects(own, self.name) if one is not None]
+            everyone = [result for result in self.axis.all_gather_objects(own, self.name) if result is not None]
             known = everyone[0] if everyone else (hidden.shape[-1], hidden.dtype)  # no rank has a row
             if everyone:
                 self.results[hidden.dtype, autocast] = known
@@ -216,7 +216,7 @@ class ExpertForward(ModuleForward):
 
 def _connected(rows: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the rows with tensors in their graph: each gets a gradient, of zeros where nothing else uses it."""
-    for one in tensors:
-        if one.requires_grad:
-            rows = rows + one.as_subclass(torch.Tensor).reshape(-1)[:0].sum().to(rows.dtype)
+    for tensor in tensors:
+        if tensor.requires_grad:
+            rows = rows + tensor.as_subclass(torch.Tensor).reshape(-1)[:0].sum().to(rows.dtype)
     return rows

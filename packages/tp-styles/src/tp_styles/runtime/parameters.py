@@ -49,6 +49,11 @@ class ShardParameter(nn.Parameter):
         result: torch.Tensor = _Full.apply(self)  # type: ignore[no-untyped-call]  # torch's Function
         return result
 
+    def ndimension(self) -> int:
+        """Refuse `nn.init.orthogonal_`, its only caller beside `eye_` and `dirac_`; overrides get `dim` for it."""
+        _refuse_full_read(torch.Tensor.ndimension, (self,), {})
+        return self.dim()
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse functions that would take the shard for the full weight; results are plain tensors."""

@@ -39,7 +39,7 @@ def from_sharding_plan(plan: ShardingPlan, module: nn.Module, *, axis: str = "tp
     The axis is tensor parallel: activations between blocks are the same on all of its ranks. Sharded layers of one of
     the planner's blocks (attention by heads, a feed-forward block by channels, experts, the vocabulary's ends) keep
     their activations sharded in between. Head counts inside become local, gradients of parameters inside (norms of
-    heads) are summed. Where the axis deals out whole experts, tokens are sent to them (`ExpertParallel`). `apply_plan`
+    heads) are summed. Where the axis shards by expert, tokens are sent to them (`ExpertParallel`). `apply_plan`
     compares each block with the original in its first call.
 
     Args:
@@ -58,7 +58,7 @@ def from_sharding_plan(plan: ShardingPlan, module: nn.Module, *, axis: str = "tp
     if not cuts.splits and getattr(plan, "certificate", None) is not None:  # it divides the batch along the axis
         raise PlanError(Problem("plan-not-executable", axis=axis, found="no shards", hint="plan with MegatronPlanner"))
     experts = _whole_experts(module, cuts)
-    rest = {name: split for name, split in cuts.splits.items() if not any(is_below(name, one) for one in experts)}
+    rest = {name: split for name, split in cuts.splits.items() if not any(is_below(name, other) for other in experts)}
     if experts and not rest:
         return experts
     return experts | Conversion(module, replace(cuts, splits=rest), refuses=True).styles()
@@ -70,7 +70,8 @@ def _whole_experts(module: nn.Module, cuts: AxisCuts) -> dict[str, ParallelStyle
     for name in expert_modules(module):
         info, style = describe(module.get_submodule(name), name), ExpertParallel()
         spec = style.spec(info, cuts.tp_size)
-        wanted = {info.where(key): one.split for key, one in spec.parameters if not one.split.is_replicated}
+        splits = {info.where(key): parameter.split for key, parameter in spec.parameters}
+        wanted = {key: split for key, split in splits.items() if not split.is_replicated}
         if wanted and all(cuts.agree(key, split) for key, split in wanted.items()):
             styles[name] = style
     return styles

@@ -62,10 +62,10 @@ class ExpertParallel(ParallelStyle):
         dispatcher: TokenDispatcher | None = None,
     ) -> None:
         super().__init__(None, None)
-        for name, value, known in (("tokens", tokens, ("replicated", "sharded")), ("form", form, (None, *FORMS))):
-            if value not in known:
-                hint = ", ".join(repr(one) for one in known)
-                raise StyleTypeError(Problem("invalid-argument", name, found=repr(value), hint=hint))
+        for name, given, known in (("tokens", tokens, ("replicated", "sharded")), ("form", form, (None, *FORMS))):
+            if given not in known:
+                hint = ", ".join(repr(value) for value in known)
+                raise StyleTypeError(Problem("invalid-argument", name, found=repr(given), hint=hint))
         self.tokens, self.form, self.num_experts, self.dispatcher = tokens, form, num_experts, dispatcher
         self.parameters, self.inputs = tuple(parameters), tuple(inputs)
 
@@ -81,16 +81,18 @@ class ExpertParallel(ParallelStyle):
         if problems or not count:
             return StyleSpec(problems=tuple(problems))
         parameters = []
-        for one in info.parameters:
-            if one.name in numbered and one.shape:  # all rows on one rank, none on the others
-                first = numbered[one.name] // -(-count // tp_size)
-                section = Section(one.shape[0], max(one.shape[0], 1), first=first)
-                parameters.append((one.name, ParameterSpec(Split(0, (section,)))))
-            elif one.name in named or (not named and "." not in one.name and one.shape[:1] == (count,)):
-                split = Split.along(0, one.shape[0], unit=one.shape[0] // count)
-                parameters.append((one.name, ParameterSpec(split)))
+        for parameter in info.parameters:
+            if parameter.name in numbered and parameter.shape:  # all rows on one rank, none on the others
+                first = numbered[parameter.name] // -(-count // tp_size)
+                section = Section(parameter.shape[0], max(parameter.shape[0], 1), first=first)
+                parameters.append((parameter.name, ParameterSpec(Split(0, (section,)))))
+            elif parameter.name in named or (
+                not named and "." not in parameter.name and parameter.shape[:1] == (count,)
+            ):
+                split = Split.along(0, parameter.shape[0], unit=parameter.shape[0] // count)
+                parameters.append((parameter.name, ParameterSpec(split)))
             else:  # used by each rank on the rows of its experts
-                parameters.append((one.name, ParameterSpec(Split.replicated(), sum_gradient=True)))
+                parameters.append((parameter.name, ParameterSpec(Split.replicated(), sum_gradient=True)))
         source = Replicate() if self.tokens == "replicated" else Shard(0)
         width = next((n for key in ("hidden_dim", "hidden_size") if isinstance(n := info.size(key), int)), 0)
         flow = Redistribution(source, Shard(0), width=width)
@@ -127,12 +129,12 @@ class ExpertParallel(ParallelStyle):
             reason = f"{kind} takes its tokens by expert, which the ranks' own tokens together are not"
             problems.append(Problem("module-kind", where, found=reason, hint='tokens="replicated" takes them'))
         for name in named:
-            one = info.parameter(name)
-            if one is None:
+            parameter = info.parameter(name)
+            if parameter is None:
                 problems.append(Problem("unknown-name", info.where(name), hint="the style is for another module"))
-            elif count and (not one.shape or one.shape[0] % count):
-                reason = f"{one.shape} for {count} experts"
-                hint = "its rows are those of the experts, one after the other"
+            elif count and (not parameter.shape or parameter.shape[0] % count):
+                reason = f"{parameter.shape} for {count} experts"
+                hint = "its rows are those of the experts, in their order"
                 problems.append(Problem("shape-mismatch", info.where(name), found=reason, hint=hint))
         return problems
 
@@ -179,14 +181,16 @@ def _takes(info: ModuleInfo) -> bool:
 
 def _numbered(info: ModuleInfo) -> dict[str, int]:
     """Map parameters of numbered experts to their numbers; empty unless the numbers are 0, 1, 2 and so on."""
-    matches = {one.name: NUMBERED.match(one.name) for one in info.parameters}
+    matches = {parameter.name: NUMBERED.match(parameter.name) for parameter in info.parameters}
     numbers = {name: int(match[2]) for name, match in matches.items() if match is not None}
     return numbers if sorted(set(numbers.values())) == [*range(len(set(numbers.values())))] else {}
 
 
 def _stacked_count(info: ModuleInfo, named: Sequence[str]) -> int:
     """Return the number of blocks that all parameters with three dims, or the named ones, hold; 0 if there is none."""
-    stacked = {one.shape[0] for one in info.parameters if "." not in one.name and len(one.shape) == 3}
+    stacked = {
+        parameter.shape[0] for parameter in info.parameters if "." not in parameter.name and len(parameter.shape) == 3
+    }
     if not stacked and named:
         stacked = {value for key, value in info.sizes if "num_experts" in key and isinstance(value, int)}
     return int(stacked.pop()) if len(stacked) == 1 else 0
