@@ -154,6 +154,7 @@ def test_moments_of_fused_shards_resume_through_dcp(ranks: Ranks, tmp_path: Path
     set_optimizer_state_dict(resumed, other, state["optimizer"])
     resumed.load_state_dict(model.state_dict())
     for one, network in ((optimizer, model), (other, resumed)):
+        one.zero_grad()
         models.square_loss(network(torch.ones(2, 8)), torch.ones(2, 24)).backward()
         one.step()
     assert_equal(whole_state(resumed), whole_state(model))
