@@ -56,6 +56,7 @@ class Copier:
     Args:
         replaced: Replacements of tensors, by ``id``: plain full tensors for placed ones.
         transform: Applied to each copied tensor.
+        shared: Classes of further objects that the copy shares with the original.
         owned: Modules and optimizers by ``id`` that a function may name as globals: it gets copies of them, too.
         plain: Class and attributes of the copy of a module, an optimizer or a gradient scaler, from the original: a
             module in FSDP2's shards is copied without them if ``replaced`` has its full parameters.
@@ -67,8 +68,9 @@ class Copier:
         transform: Transform | None = None,
         owned: Collection[int] = (),
         plain: Plain = class_and_attributes,
+        shared: tuple[type, ...] = (),
     ) -> None:
-        self.owned, self.plain = owned, plain
+        self.owned, self.plain, self.shared = owned, plain, (*_SHARED, *shared)
         self.transform = transform or (lambda tensor: tensor)
         self.handed: list[Any] = []  # objects named in the stream by index
         self.index: dict[int, int] = {}
@@ -117,7 +119,7 @@ class Copier:
             return None
         if id(value) in self.index:
             return self.index[id(value)]
-        if isinstance(value, _SHARED) or id(value) in self.shared_ids:
+        if isinstance(value, self.shared) or id(value) in self.shared_ids:
             return self.hand(value, value)
         if isinstance(value, torch.Tensor):
             return self.hand(value, self._tensor(value))

@@ -42,9 +42,11 @@ FULL_READS = (
     | named("rot90 dot vdot inner", torch, torch.Tensor)
     | named(" ".join(name for name, value in vars(torch.fft).items() if inspect.isbuiltin(value)), torch.fft)
     | named("uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_", torch.Tensor)
-    # Functions of `nn.init` with overrides of their own; others but `orthogonal_` end in one of these.
+    # Functions of `nn.init` with overrides of their own; others end in one of these.
     | named("uniform_ normal_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_", nn.init)
     | {torch.eye: "eye", torch.Tensor.__setitem__: "a write by index"}
+    # These three write by functions and by index, past the other names; they are its only callers in torch.
+    | {torch.Tensor.ndimension: "nn.init's orthogonal_, eye_ or dirac_"}
     | named("_foreach_norm _foreach_max", torch)  # of lists; `nn.utils.get_total_norm` ends there
 )
 """Function -> name of all that see a full weight."""

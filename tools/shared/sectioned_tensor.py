@@ -18,7 +18,7 @@ class SectionedTensor(ChunkedTensor):
     """One rank's sections of a global tensor: fused weights, few key-value heads over many ranks.
 
     It shares memory with its source. As with a DTensor its shape is the global one. Results of operations are plain
-    tensors of the local shape.
+    tensors of the local shape; a copy on another device (``cpu_offload=True`` of DCP's state dicts) keeps its sections.
     """
 
     _sharding_info: ShardingInfo
@@ -34,13 +34,15 @@ class SectionedTensor(ChunkedTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
+        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda) and isinstance(args[0], SectionedTensor):
+            return type(args[0]).of(result, args[0]._sharding_info)
         return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, SectionedTensor) else x, result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return SectionedTensor.of, (self.plain(), self._sharding_info)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SectionedTensor:
-        return SectionedTensor.of(self.plain().clone(), self._sharding_info)
+        return type(self).of(self.plain().clone(), self._sharding_info)
 
     def plain(self) -> torch.Tensor:
         """Return the local tensor as a plain one; the same memory."""

@@ -175,7 +175,7 @@ MENDED: dict[str, Cause] = {
         lambda: of_object,
         lambda: _all(
             patch.object(inputs, "_open_leaves", lambda name, leaves, spec: pytree.tree_unflatten(leaves, spec)),
-            patch.object(fingerprint, "leaf_key", lambda leaf, marked: 0),
+            patch.object(runner, "leaf_key", lambda leaf, marked: 0),
         ),
         batch=lambda x, y: (Batch(x, y),),
     ),

@@ -24,13 +24,14 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 p.add_(self.update(p, p.grad), alpha=-group["lr"])
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * (p.norm() / gradient.norm().clamp(min=1e-6))
+        update: torch.Tensor = gradient * (p.norm() / gradient.norm().clamp(min=1e-6))
+        return update
 
 
 class Soap(Lamb):
@@ -39,7 +40,8 @@ class Soap(Lamb):
     def update(self, p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         product = gradient.T @ gradient
         update = gradient @ (product / product.norm()) @ product
-        return update / (update.norm() + 1e-12)
+        scaled: torch.Tensor = update / (update.norm() + 1e-12)
+        return scaled
 
 
 class Factored(Lamb):
@@ -103,7 +105,7 @@ def test_shards_give_the_bits_of_full_tensors(ranks: Ranks, dtype: torch.dtype, 
             moved, want = trained(ranks, replicate, kind, dtype)
             assert moved > 1e-4
             for style in ("zero1", "fully_shard"):
-                step = dp.compile(function, mesh=mesh, style=style, check="never")  # type: ignore[arg-type]
+                step = dp.compile(function, mesh=mesh, style=style, check="never")
                 _, got = trained(ranks, step, kind, dtype)
                 for a, b in zip(got, want, strict=True):
                     assert torch.equal(a, b), (kind, function, style)

@@ -549,9 +549,9 @@ class Mixture(nn.Module):
     def __init__(self, hidden: Any) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.balance = None
+        self.balance: Any = None
         if hidden is None:
-            self.hidden = None
+            self.hidden: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.hidden = torch.tanh(self.body(x))
@@ -567,7 +567,7 @@ def test_a_tensor_that_a_forward_leaves_in_an_attribute_is_there_between_calls(
     ranks: Ranks, style: Any, door: Any
 ) -> None:
     def step(model: Any, optim: Any, x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean() + 0.1 * model.balance
+        loss: torch.Tensor = model(x).square().mean() + 0.1 * model.balance
         loss.backward()
         optim.step()
         optim.zero_grad()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import Resharder, plan_reshard, reshard
+from shard_reshard import Resharder, StateDictResharder, plan_reshard, reshard, reshard_state_dict
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.lowering import build_program
 
@@ -87,3 +88,30 @@ def test_every_move_between_two_ranks(ranks: Ranks, dtype: torch.dtype) -> None:
             assert torch.equal(reshard(shard, source, target, shape=(48, 64)), wanted), (source, target)
     summed = reshard(full, "2: P", "2: S(1)", shape=(48, 64))
     assert torch.equal(summed, parts["2: S(1)"] + parts["2: S(1)"])
+
+
+@pytest.mark.ranks(2)
+def test_buckets_are_waited_for_on_another_stream(ranks: Ranks) -> None:
+    """Buffers and results that a side stream still reads are not handed out again by the packing stream."""
+    side = torch.cuda.Stream() if ranks.device.type == "cuda" else None
+    full = {f"w{at}": torch.arange(96 * 64, device=ranks.device).view(96, 64) + at for at in range(6)}
+    state = {name: value.chunk(2)[ranks.rank].clone() for name, value in full.items()}
+    options: dict[str, Any] = {"src_layouts": dict.fromkeys(full, "2: S(0)"), "shapes": dict.fromkeys(full, (96, 64))}
+    kept = StateDictResharder(state, "2: S(1)", bucket_bytes=60_000, check="first", **options)
+    compared = 0
+    for step in range(6):
+        for value in (*state.values(), *full.values()):
+            value.add_(1)
+        call: dict[str, Any] = {"async_op": True, "in_flight": 2}
+        work = kept(state, **call) if step % 2 else reshard_state_dict(state, "2: S(1)", **options, **call)
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side) if side is not None else nullcontext():
+            for bucket in work.buckets:
+                for name, value in bucket.wait().items():
+                    assert torch.equal(value, full[name].chunk(2, 1)[ranks.rank]), (step, name)
+                    compared += 1
+            del work
+        poison = [torch.full((96, 64), -1, device=ranks.device) for _ in range(8)]
+        del poison
+    assert compared == 36

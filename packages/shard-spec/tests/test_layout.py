@@ -261,3 +261,9 @@ def test_boxes() -> None:
     assert box.intersect(Box((6, 0), (1, 1))) is None
     assert box.ends == (6, 6)
     assert box.numel == 24
+
+
+@pytest.mark.parametrize("text", ["S(0)", "S(-1)", "U(0, [2, 1])", "B(0, 2)", "I(0, 2)", "R", "P"])
+def test_chunks_are_known_by_their_type(text: str) -> None:
+    (spec,) = Layout(MeshSpec({"x": 2}), text).specs
+    assert getattr(spec, "is_chunked", False) == text.startswith("S(")

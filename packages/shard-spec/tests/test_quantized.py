@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from shard_spec import FullyShardPlanner, ShardingPlan
 from shard_spec.cli import main
+from torch import nn
 
 MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 160, "head_dim": 32}
 MOE |= {"intermediate_size": 320, "moe_intermediate_size": 96, "num_hidden_layers": 2, "num_experts": 4}
@@ -85,6 +86,7 @@ def test_packed_weights_travel_packed_and_are_sharded(tmp_path: Path, capsys: An
     assert any("dequantise" in note for note in document["memory"]["notes"])
     assert document["memory"]["parts"]["activations"][0] > 0
     model = load_model(path)
+    assert isinstance(model, nn.Module)
     whole = ShardingPlan({}, mesh={"fsdp": 2}).memory(model).on(0)["parameters"]
     halves = FullyShardPlanner({"fsdp": 2}, "fsdp").build_plan(model).memory(model)
     assert whole <= sum(halves.on(rank)["parameters"] for rank in (0, 1)) <= whole + 2 * 20

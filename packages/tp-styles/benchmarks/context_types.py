@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 sys.path.insert(0, TESTS)
 
 KINDS = ("ulysses", "gather")
-EXACT = 1e-6
-"""Softmax and norms of most types compute in float32, whatever the type of their weights."""
+EXACT = 1e-5
+"""Softmax and norms of most types compute in float32, whatever the type of their weights; a step amplifies that."""
 
 
 def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -110,8 +110,9 @@ def page(found: dict[str, dict[str, str]]) -> str:
         " docs/benchmarks/tp-styles-context.md`.",
         "",
         f"Of {len(found)} types {len(built)} build and run small. Each trains two steps in float64 on 2 ranks, with 12"
-        f" tokens, beside one process: all gradients within {EXACT:g} of the largest element. *right* is equal, and"
-        " checked at the first call; a refusal names its object and the way on.",
+        f" tokens, beside one process: all gradients within {EXACT:g} of the largest element, since softmax and norms"
+        " of most types compute in float32. *right* is equal, and checked at the first call; a refusal names its object"
+        " and the way on.",
         "",
     ]
     for kind in KINDS:

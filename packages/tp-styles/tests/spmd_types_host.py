@@ -12,11 +12,11 @@ import torch.nn.functional as F
 import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
-from spmd_types import I, P, R, V, checker
+from spmd_types import I, P, R, V, checker, rules
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from tp_styles.runtime import redistribute
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from tp_styles.runtime import parameters, redistribute
 from tp_styles.values import Step, Transfer
 
 NOTHING = Step("none")
@@ -45,14 +45,15 @@ def moved(outputs: Any, *, x: Any, transfer: Any, move: Any) -> None:
     spmd.assert_type(outputs, {group: after})
 
 
-def summed(outputs: Any, *, x: Any, axis: Any) -> None:
-    """Type of a replicated parameter whose gradient is summed."""
-    spmd.assert_type(x, {axis.group: I})
-    spmd.assert_type(outputs, {axis.group: R})
+def taken(outputs: Any, *, parameters: Any) -> None:
+    """Types of the local tensors of DTensor parameters, as a forward takes them."""
+    for local, parameter in zip(outputs, parameters, strict=True):
+        rules.ignore(parameter)  # a DTensor, which has its own metadata
+        spmd.assert_type(local, {parameter.device_mesh.get_group(): V if parameter.placements[0].is_shard() else I})
 
 
+parameters._Local.spmd_typecheck = staticmethod(taken)  # type: ignore[attr-defined]  # where spmd-types looks
 redistribute._Moved.spmd_typecheck = staticmethod(moved)  # type: ignore[attr-defined]  # where spmd-types looks
-redistribute._SummedGradient.spmd_typecheck = staticmethod(summed)  # type: ignore[attr-defined]
 
 
 class Block(nn.Module):
@@ -112,8 +113,8 @@ def typed(model: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> None:
     group = mesh.get_group()
     with spmd.set_current_mesh(mesh), checker.typecheck(strict_mode="strict"):
         for parameter in model.parameters():
-            info = getattr(parameter, "_sharding_info", None)
-            spmd.assert_type(parameter, {group: V if info is not None and info.placements[0].is_shard() else I})
+            if not isinstance(parameter, DTensor):  # those in no style
+                spmd.assert_type(parameter, {group: I})
         spmd.assert_type(x, {group: I})
         spmd.assert_type(model(x), {group: I})
 

@@ -257,6 +257,9 @@ def test_reads_of_a_full_weight_are_refused_on_sections_and_right_through_full_t
         with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*\[24, 8\].*full_tensor"):
             read(shard)
         torch.testing.assert_close(read(shard.full_tensor()), read(full), msg=name)  # type: ignore[attr-defined]
+    for initialise in (nn.init.orthogonal_, nn.init.eye_):  # these reach a weight past the functions above
+        with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*orthogonal_.*\[24, 8\]"):
+            initialise(shard)
     for name, read in ROW_READS.items():
         wanted = split.take(read(full), ranks.rank, 2)
         torch.testing.assert_close(read(shard), wanted, msg=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -117,3 +119,49 @@ def test_checkpoint_to_another_tp_size(ranks: Ranks, tmp_path: Path) -> None:
     load(state, checkpoint_id=f"{folder}/two")
     model.load_state_dict(state["model"])
     assert_equal(whole_state(model), {name: value * 2 for name, value in expected.items()})
+
+
+@pytest.mark.ranks(2)
+def test_moments_of_fused_shards_resume_through_dcp(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank gets its own rows back, at the same and at another tp size; a file of one rank stays a plain one."""
+    folder, mesh = ranks.gather(str(tmp_path))[0], ranks.mesh((2,), ("tp",))
+
+    def trained(plan: dict[str, tp.ParallelStyle], steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = models.seeded(Net)
+        model.requires_grad_(True).get_submodule("keys").requires_grad_(False)  # no forward uses it
+        tp.apply_plan(model, mesh, plan, check="never") if plan else None
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for step in range(steps):
+            optimizer.zero_grad()
+            models.square_loss(model(torch.linspace(-1, step + 1, 16).view(2, 8)), torch.ones(2, 24)).backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(PLAN, 3)
+    saved: Any = get_optimizer_state_dict(model, optimizer)
+    moment = saved["state"]["fused.weight"]["exp_avg"]
+    assert moment.shape == (24, 8)
+    expected = moment.full_tensor()
+    save({"optimizer": saved}, checkpoint_id=f"{folder}/moments")
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    kinds = {type(v).__name__ for s in torch.load(buffer)["state"].values() for v in s.values()}
+    assert kinds <= {"Tensor", "DTensor"}
+    resumed, other = trained(PLAN, 1)
+    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(resumed, other)}
+    load(state, checkpoint_id=f"{folder}/moments")
+    set_optimizer_state_dict(resumed, other, state["optimizer"])
+    resumed.load_state_dict(model.state_dict())
+    for one, network in ((optimizer, model), (other, resumed)):
+        models.square_loss(network(torch.ones(2, 8)), torch.ones(2, 24)).backward()
+        one.step()
+    assert_equal(whole_state(resumed), whole_state(model))
+    assert type(other.state[resumed.get_parameter("fused.weight")]["exp_avg"]) is torch.Tensor
+    alone, single = trained({}, 1)
+    state = {"optimizer": get_optimizer_state_dict(alone, single)}
+    load(state, checkpoint_id=f"{folder}/moments")
+    full = state["optimizer"]["state"]["fused.weight"]["exp_avg"]
+    assert torch.equal(full, expected)
+    offloaded: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    assert offloaded["state"]["fused.weight"]["exp_avg"].shape == (24, 8)

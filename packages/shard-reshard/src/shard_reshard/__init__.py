@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from shard_reshard.checkpoint.save import save_safetensors
     from shard_reshard.engines.record import record_layouts
     from shard_reshard.execution.mover import ReshardWork
+    from shard_reshard.optim.optimizer import WholeMatrices
+    from shard_reshard.optim.plan import plan_owners
     from shard_reshard.planning import ReshardPlan, plan_reshard
     from shard_reshard.state_dict.outputs import Progress
     from shard_reshard.state_dict.pairs import Pair
@@ -56,6 +58,8 @@ __all__ = [
     "load_safetensors",
     "save_safetensors",
     "hf_key_map",
+    "WholeMatrices",
+    "plan_owners",
     "Progress",
     "get_idx_from_placements",
     "build_reshard_metadata",
@@ -87,6 +91,8 @@ __getattr__, __dir__ = lazy_exports(
         "state_dict.work": ("StateDictWork", "BucketWork"),
         "state_dict.plan": ("Part",),
         "state_dict.pairs": ("Pair",),
+        "optim.optimizer": ("WholeMatrices",),
+        "optim.plan": ("plan_owners",),
         "engines.record": ("record_layouts",),
         "checkpoint.load": ("load_safetensors",),
         "checkpoint.hf_names": ("hf_key_map",),

@@ -432,7 +432,7 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
                 if direct and (count == 1 or len(senders(owners, -1, sizes, itemsize)) == 1):
                     here = tuple(map(add, low, shift))
                     for to in receivers:
-                        if to not in holding and (count == 1 or senders(owners, to, sizes, itemsize)[0] == rank):
+                        if to not in holding and (count == 1 or senders(owners, to) == (rank,)):
                             number = 0 if tensors is None else tensors[to]
                             leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, to, tensor, here, number, there)))
                     continue
@@ -515,7 +515,9 @@ def senders(
     if rank in owners:
         return (rank,)
     near = owners if hosts is None else [owner for owner in owners if hosts[owner] == hosts[rank]] or owners
-    count = max(1, min(len(near), prod(sizes) * itemsize // SMALLEST_PART_BYTES))
+    count = min(len(near), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
+    if count < 2:
+        return (near[rank % len(near)],)
     return [near[(rank + number) % len(near)] for number in range(count)]
 
 

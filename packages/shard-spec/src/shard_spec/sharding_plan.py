@@ -176,7 +176,7 @@ class ShardingPlan(PlanContent):
 
     def cost(
         self,
-        module: nn.Module,
+        module: nn.Module | ModelMetadata,
         batch: Batch,
         *,
         optimizer: OptimizerLike = "adamw",
@@ -198,7 +198,8 @@ class ShardingPlan(PlanContent):
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
         resolution = resolve(self, module)
-        static = memory_of(resolution, optimizer=optimizer, dtype=step.get("dtype"), module=module)
+        own = None if isinstance(module, ModelMetadata) else module
+        static = memory_of(resolution, optimizer=optimizer, dtype=step.get("dtype"), module=own)
         run = _simulated(resolution, module, batch, step)
         moved = communication_of(resolution, run, step, topology=topology, cost_model=cost_model)
         return _beside(static, run, module, True, step), moved

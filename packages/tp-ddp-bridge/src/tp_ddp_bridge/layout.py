@@ -241,7 +241,8 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
         operands = (each if isinstance(each, list | tuple) else [each] for each in (*args, *kwargs.values()))
         shards = [each for several in operands for each in several if isinstance(each, Refusing)]
-        for shard in shards if func in FULL_READS else ():
+        # A write by index goes to the shard, as `leaf[3:].zero_()` does.
+        for shard in shards if func in FULL_READS and func is not torch.Tensor.__setitem__ else ():
             _refuse_full_read(func, args, kwargs, shard)
         result = func(*args, **kwargs)
         if func in _PLAIN:

@@ -18,7 +18,7 @@ from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
 from tp_styles.check.checker import Check, Checker, install_check, originals, watch_registrations
-from tp_styles.check.optimizers import check_optimizers
+from tp_styles.check.optimizers import check_optimizers, keep_sections
 from tp_styles.plan.model import PlannedModule, TPPlan
 from tp_styles.plan.planned import Plan, Rest, plan_module
 from tp_styles.problems import PlanError, Problem
@@ -258,10 +258,14 @@ def apply_staged(
                 changes += apply_torch_style(planned, modules[planned.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(planned, modules[planned.name], axis, new_parameters)
-        for one in model.modules():
-            if hasattr(type(one), "resize_token_embeddings"):  # a model of transformers: refuse what takes a full one
-                vars(one).update({name: FullModelOnly(one, name) for name in FULL_MODEL})
-                changes.append(ModuleChange(one, removers=[KeyRemover(vars(one), name) for name in FULL_MODEL]))
+        for submodule in model.modules():
+            if hasattr(
+                type(submodule), "resize_token_embeddings"
+            ):  # a model of transformers: refuse what takes a full one
+                vars(submodule).update({name: FullModelOnly(submodule, name) for name in FULL_MODEL})
+                changes.append(
+                    ModuleChange(submodule, removers=[KeyRemover(vars(submodule), name) for name in FULL_MODEL])
+                )
         share_inputs(model, decided, axis)
         changes.append(ModuleChange(model, removers=install_regions(model, decided, axis, decided.regions)))
         if check != "never" and decided.modules:
@@ -276,6 +280,7 @@ def apply_staged(
         raise
     settle(model, changes)  # nothing can fail any more
     watch_registrations()  # for DDP around shards
+    keep_sections()
     if check != "never":
         check_optimizers()
     return TPHandle(model, decided, axis, changes, checker)

@@ -33,8 +33,8 @@ from tp_styles.runtime.redistribute import TPGroup
 
 KeyMap = Mapping[str, str | tuple[str, ...] | None] | Callable[[str], str | tuple[str, ...] | None]
 
+# Modules that DistributedDataParallel, FSDP1, torch.compile and activation checkpointing put around others.
 WRAPPERS = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
-"""Modules that DistributedDataParallel, FSDP1, torch.compile and activation checkpointing put around others."""
 
 SUBJECT = "tp_styles.compare"
 SHOWN = 10

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 
-from tp_styles.check import IN_ORIGINAL
+from tp_styles.check import in_original
+from tp_styles.check.watched_loss import plain
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.redistribute import Redistribute, TPGroup
 from tp_styles.values import Redistribution, Section
@@ -57,7 +58,7 @@ def sharded_cross_entropy(
         problems.append(Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass mesh["cp"]'))
     if problems:
         raise PlanError(problems)
-    is_full = not torch.compiler.is_compiling() and IN_ORIGINAL.get()  # the original of a check has all tokens
+    is_full = not torch.compiler.is_compiling() and in_original()  # the original of a check has all tokens
     axis = None if is_full else TPGroup(mesh)
     if shift:
         target = torch.cat([target[:, 1:], _following(target, axis, ignore_index)], 1)
@@ -85,7 +86,7 @@ def sharded_mean(values: torch.Tensor, counted: torch.Tensor, *, mesh: DeviceMes
         counted: `[...]`, boolean: the values that count.
         mesh: 1-D mesh of the shards.
     """
-    axis = None if not torch.compiler.is_compiling() and IN_ORIGINAL.get() else TPGroup(mesh)
+    axis = None if not torch.compiler.is_compiling() and in_original() else TPGroup(mesh)
     total, count = _summed(values.sum(), axis), counted.sum().to(values.dtype)
     return total / (count if axis is None else axis.all_reduce(count))
 
@@ -118,7 +119,7 @@ def vocab_parallel_logsumexp(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch
         logits: `[..., local classes]`: this rank's shard of any size, also an empty one.
         mesh: 1-D mesh of the shards.
     """
-    if not torch.compiler.is_compiling() and IN_ORIGINAL.get():
+    if not torch.compiler.is_compiling() and in_original():
         return logits.logsumexp(-1)
     exact, highest, axis = _shifted(logits, mesh)
     total = _summed((exact - highest.unsqueeze(-1)).exp().sum(-1), axis)
@@ -137,7 +138,7 @@ def vocab_parallel_log_probs(
         mesh: 1-D mesh of the shards.
         num_classes: Global number of classes; optional for even shards.
     """
-    if not torch.compiler.is_compiling() and IN_ORIGINAL.get():
+    if not torch.compiler.is_compiling() and in_original():
         picked: torch.Tensor = logits.log_softmax(-1).gather(-1, target.long().unsqueeze(-1)).squeeze(-1)
         return picked
     exact, highest, axis = _shifted(logits, mesh)
@@ -165,7 +166,7 @@ def vocab_parallel_entropy(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch.T
         logits: `[..., local classes]`.
         mesh: 1-D mesh of the shards.
     """
-    if not torch.compiler.is_compiling() and IN_ORIGINAL.get():
+    if not torch.compiler.is_compiling() and in_original():
         logs = logits.log_softmax(-1)
         return -(logs.exp() * logs).sum(-1)
     exact, highest, axis = _shifted(logits, mesh)
@@ -182,7 +183,7 @@ def _shifted(logits: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, torc
     if mesh.ndim != 1:
         raise PlanError(Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass mesh["tp"]'))
     axis = TPGroup(mesh)
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    exact = plain(logits).to(torch.promote_types(logits.dtype, torch.float32))
     lowest = torch.finfo(exact.dtype).min
     local = exact.detach()
     highest = local.amax(-1).clamp(min=lowest) if logits.shape[-1] else local.new_full(logits.shape[:-1], lowest)

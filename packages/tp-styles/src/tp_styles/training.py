@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.sectioned_tensor import SectionedTensor
-from tp_styles.check import IN_ORIGINAL
+from tp_styles.check import in_original
+from tp_styles.check.watched_loss import plain
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import ShardParameter
 from tp_styles.runtime.redistribute import Redistribute, TPGroup
@@ -54,11 +55,12 @@ def vocab_parallel_cross_entropy(
             in another layout.
         IndexError: On CPU, a target outside of the classes.
     """
-    if not torch.compiler.is_compiling() and IN_ORIGINAL.get():
+    if not torch.compiler.is_compiling() and in_original():
         options: Any = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
         # The original of a check has full logits.
         losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction=reduction, **options)
         return losses.view(target.shape) if reduction == "none" else losses
+    logits = plain(logits)
     target = _local_replica(target)
     weight = None if weight is None else _local_replica(weight)
     if isinstance(logits, DTensor):
@@ -119,8 +121,10 @@ def _vocabulary(logits: DTensor, mesh: DeviceMesh | None, num_classes: int | Non
     """
     problems = []
     if tuple(logits.placements) not in ((Shard(logits.dim() - 1),), (Shard(-1),)):
-        hint = "logits.redistribute(placements=[Shard(-1)]) of a 1-D mesh; on a mesh with a data-parallel axis pass"
-        hint += ' logits.to_local() of this rank\'s batch with mesh=mesh["tp"]'
+        hint = (
+            "logits.redistribute(placements=[Shard(-1)]) of a 1-D mesh; on a mesh with a data-parallel axis pass"
+            ' logits.to_local() of this rank\'s batch with mesh=mesh["tp"]'
+        )
         problems.append(Problem("layout-mismatch", "logits", found=str(logits.placements), hint=hint))
     if mesh is not None and mesh != logits.device_mesh:
         hint = "leave it out: the logits have a mesh"

@@ -234,8 +234,8 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in zip(plain, before, strict=True):
-                parameter.copy_(value)
+            for tensor, value in zip(plain, before, strict=True):
+                tensor.copy_(value)
         values = dict(full)
         for _, module, key, parameter in reversed(places):  # of a tied parameter the first name counts
             if (present := module._parameters.get(key)) is not None:  # load_state_dict(assign=True) installs others

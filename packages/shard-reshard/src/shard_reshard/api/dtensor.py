@@ -95,7 +95,7 @@ class _Redistribute(torch.autograd.Function):
         groups = mesh_groups(source[0]), mesh_groups(mesh), group is None
         key = *source, mesh, placements, shape, dtensor.dtype, groups
         owner: Any = group or dist.group.WORLD
-        route: _Route | None = None if owner is None else schedules.of(owner, "call").get(key)
+        route: _Route | None = None if owner is None else schedules.entries["call"].get(owner, {}).get(key)
         if route is None:
             there = dtensor.device_mesh.get_coordinate() is not None
             tensors = [dtensor.to_local()] if there else []  # outside ranks hold an empty one

@@ -70,7 +70,7 @@ def reshard(
         size = shape if shape is None or not isinstance(shape, Sequence) else tuple(shape)
         key = *layouts, size, *dtypes, dtype, max_workspace_bytes, check
         try:
-            mover = schedules.of(world, "call").get(key)
+            mover = schedules.entries["call"].get(world, {}).get(key)
         except TypeError:  # shapes and options are of any type
             key = None
     if mover is None:

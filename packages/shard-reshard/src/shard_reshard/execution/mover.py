@@ -47,22 +47,26 @@ class Schedules:
     _BOUNDS: ClassVar[dict[str, int]] = {"call": 8192, "mover": 1024, "state dict plan": 16, "state dict": 8}
 
     def __init__(self) -> None:
-        self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
+        # By kind and group. Repeated calls read it as it is: a method would cost them a frame.
+        self.entries: dict[str, WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]] = {
+            kind: WeakKeyDictionary() for kind in self._BOUNDS
+        }
 
     def of(self, group: dist.ProcessGroup, kind: str) -> Mapping[Any, Any]:
         """Return the entries of a kind, oldest first."""
-        return self._by_group.get(group, {}).get(kind, {})
+        return self.entries[kind].get(group, {})
 
     def put(self, group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
         """Add an entry, and evict the oldest of its kind beyond the bound."""
-        entries = self._by_group.setdefault(group, {}).setdefault(kind, {})
+        entries = self.entries[kind].setdefault(group, {})
         entries[key] = value
         while len(entries) > self._BOUNDS[kind]:
             entries.pop(next(iter(entries)))  # dicts keep insertion order
 
     def drop(self, group: dist.ProcessGroup) -> None:
         """Drop all entries of a group."""
-        self._by_group.pop(group, None)
+        for entries in self.entries.values():
+            entries.pop(group, None)
 
 
 schedules = Schedules()

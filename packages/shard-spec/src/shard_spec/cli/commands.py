@@ -92,7 +92,8 @@ def _planned(
         raise UsageError(f"a planner reads modules, a safetensors file has tensors alone: {hint}")
     names = arguments.planner.split("+")  # composed in this order
     if names == ["auto"]:
-        names = [*(["megatron"] if "tp" in mesh.axis_names else []), *(["fsdp"] if _data_axis(arguments, mesh) else [])]
+        names = [name for name, axis in (("megatron", "tp"), ("expert", "ep")) if axis in mesh.axis_names]
+        names += ["fsdp"] if _data_axis(arguments, mesh) else []
         by_role = {axis: _role(arguments, axis) for axis in mesh.axis_names}
         unused = [axis for axis, role in by_role.items() if axis != "tp" and role not in (*DATA_ROLES, "stage")]
         if unused or not names:
@@ -102,10 +103,14 @@ def _planned(
     for name in names:
         if name == "megatron":
             plans.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
+        elif name == "expert":
+            plans.append(planners.ExpertParallelPlanner(mesh, "ep" if "ep" in mesh.axis_names else mesh.axis_names[-1]))
         elif name == "fsdp":
             plans.append(planners.FullyShardPlanner(mesh, _data_axis(arguments, mesh) or mesh.axis_names[0]))
         else:
-            raise UsageError(f"no planner {name!r}: megatron, fsdp, or auto; OptimalPlanner is called from Python")
+            raise UsageError(
+                f"no planner {name!r}: megatron, expert, fsdp, or auto; OptimalPlanner is called from Python"
+            )
     planner = plans[0] if len(plans) == 1 else planners.compose(*plans)
     plan = planner.build_plan(model)
     sharding = {axis for layout in plan.resolve(model).values() for axis in layout.sharded_axes}  # axes with an effect

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = _add(commands, "plan", "make a plan for a model and print its cost")
     plan.add_argument("model")
     plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8")
-    planners = "megatron, fsdp, megatron+fsdp, or auto: megatron on axis tp, fsdp on fsdp or dp"
+    planners = "megatron, expert, fsdp, joined by +, or auto: megatron on axis tp, expert on ep, fsdp on fsdp or dp"
     plan.add_argument("--planner", default="auto", help=planners)
     plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     _costs(plan)

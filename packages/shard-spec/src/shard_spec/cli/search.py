@@ -15,7 +15,7 @@ from shard_spec.cli.arguments import batch_of, limit_of, load, step_options, top
 from shard_spec.cli.usage import UsageError
 from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.planners import FullyShardPlanner, MegatronPlanner, compose
+from shard_spec.planners import FullyShardPlanner, LayoutPlanner, MegatronPlanner, compose
 from shard_spec.sharding_plan import ShardingPlan
 
 _MAX_RANKS = 1 << 17
@@ -89,8 +89,8 @@ def _combinations(ranks: int) -> list[tuple[dict[str, int], str]]:
 
 def _cost(model: nn.Module, axes: dict[str, int], planner: str, arguments: argparse.Namespace) -> Candidate:
     mesh, text = MeshSpec(axes), ", ".join(f"{axis}={size}" for axis, size in axes.items())
-    made = {"megatron": lambda: MegatronPlanner(mesh), "fsdp": lambda: FullyShardPlanner(mesh, "dp")}
-    planners = [made[name]() for name in planner.split("+") if name in made]
+    planners: list[LayoutPlanner] = [MegatronPlanner(mesh)] if "megatron" in planner else []
+    planners += [FullyShardPlanner(mesh, "dp")] if "fsdp" in planner else []
     batch, limit, topology, options = (
         batch_of(arguments),
         limit_of(arguments),

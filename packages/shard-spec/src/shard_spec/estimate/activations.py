@@ -36,6 +36,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import engine_references, memory_of, on_every_operator
 from shard_spec.estimate.autocast import Autocast
 from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
+from shard_spec.estimate.exchanges import Exchanges
 from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
 from shard_spec.estimate.kernels import copied_operands, flops_of, run_operator
 from shard_spec.estimate.roles import (
@@ -126,10 +127,14 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
     model_axes, gathers = [axis for axis in mesh.axis_names if axis not in roles.data], loss != "vocab-parallel"
     sizes = unit_bytes(resolution, transfers, units, dtype)
     compute = policy["param_dtype"] or dtype
-    state, weights = _meta_state(module, resolution, model_axes, compute, gathers=gathers)
+    members = units_of(resolution.metadata, units)
+    scattered = {each.name for unit in sizes for each in members[unit]}
+    state, weights = _meta_state(module, resolution, model_axes, compute, gathers=gathers, scattered=scattered)
     devices, lower = {each.device.type for each in module.parameters()}, options.get("autocast")
     autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
-    flow = _Flow(weights, dict(mesh.axes), gathers, autocast)
+    context = tuple(axis for axis in roles.axes("context") if mesh.axis_size(axis) > 1)
+    exchanges = Exchanges(dict(mesh.axes), context, options.get("context", "gather"))
+    flow = _Flow(weights, dict(mesh.axes), gathers, exchanges)
     # all ranks' batch: a data rank gets its share
     arguments, named = flow.values.inputs(forward_inputs(module, batch, mesh, roles))
     # Modules of transformers with this attribute checkpoint their blocks themselves.
@@ -139,11 +144,10 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
     if checkpointing and "use_cache" in inspect.signature(module.forward).parameters:
         named.setdefault("use_cache", False)  # recomputed blocks would append their keys and values again
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
-    step = Step(module, flow, loss, tokens if tokens is not None else (arguments, named), roles, resolution.metadata)
+    own_batch = tokens if tokens is not None else (arguments, named)
+    step = Step(module, flow, loss, own_batch, roles=roles, metadata=resolution.metadata, autocast=autocast)
     blocks = [module.get_submodule(name) for name in block_names(resolution.metadata)]
-    members = units_of(resolution.metadata, units)
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
-    flow.scattered = {memory_of(each) for listed in parameters.values() for each in listed}
     schedule = Schedule(
         options.get("reshard_after_forward", True),
         options.get("sync") == "last",
@@ -154,10 +158,12 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
         _checkpointed(blocks if checkpointing else []),
         torch.enable_grad(),  # also under the caller's no_grad
         on_every_operator(flow.run),
-        _TorchFunctions(flow),
+        _TorchFunctions(flow, autocast),
         FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
     ):
         handles = flow.sum_experts(module, resolution)
+        expert_axes = tuple(axis for axis in roles.axes("expert") if mesh.axis_size(axis) > 1)
+        handles += exchanges.watch_experts(module, resolution, expert_axes, flow.timeline.in_backward)
         try:
             torch.func.functional_call(step, _by_place(module, state), (arguments, named), tie_weights=False)
         except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -174,7 +180,15 @@ class Step(nn.Module):
     """Forward, loss and backward as one call: recomputation in backward needs the same parameters on meta."""
 
     def __init__(
-        self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any, roles: AxisRoles, metadata: ModelMetadata
+        self,
+        model: nn.Module,
+        flow: _Flow,
+        loss: Loss,
+        batch: Any,
+        *,
+        roles: AxisRoles,
+        metadata: ModelMetadata,
+        autocast: Autocast,
     ) -> None:
         super().__init__()
         self.model = model
@@ -184,7 +198,7 @@ class Step(nn.Module):
         self.flow = flow
         self.roles = roles
         self.metadata = metadata
-        self._loss, self._batch = loss, batch
+        self._loss, self._batch, self._autocast = loss, batch, autocast
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         flow, timeline = self.flow, self.flow.timeline
@@ -227,7 +241,7 @@ class Step(nn.Module):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(flow.gradient)
         scalars = [tensor for tensor in scalars if tensor.requires_grad]
-        flow.autocast.end()
+        self._autocast.end()
         try:
             torch.autograd.backward(scalars, [torch.ones_like(tensor) for tensor in scalars])
         except Exception as error:  # no shape function for an operator; forward's figures are valid all the same
@@ -319,10 +333,10 @@ class _TorchFunctions(TorchFunctionMode):
     Integer lists that index a tensor keep their values.
     """
 
-    def __init__(self, flow: _Flow) -> None:
+    def __init__(self, flow: _Flow, autocast: Autocast) -> None:
         super().__init__()
         # On the meta device torch would pick its unfused formula, which saves every score.
-        self._flow, self._autocast, self._thread = flow, flow.autocast, get_ident()
+        self._flow, self._autocast, self._thread = flow, autocast, get_ident()
 
     def __enter__(self) -> Any:
         # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one), but these
@@ -371,6 +385,8 @@ class _TorchFunctions(TorchFunctionMode):
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
             return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
         (query, key, value), _ = self._autocast.arguments("scaled_dot_product_attention", (query, key, value), {})
+        again = self._flow.timeline.in_backward()
+        self._flow.exchanges.of_attention(query, key, value, self._flow.bytes_on_rank, again)
         equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
         # Torch broadcasts one head over many in the unfused formula only.
         equal = equal and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
@@ -411,6 +427,7 @@ class _Weight:
     ends: frozenset[str]  # sharded results (scores of a vocabulary), which are gathered
     other: frozenset[str]  # of no use that is known
     is_weight: bool  # a matrix, not a bias
+    scattered: bool  # FSDP2 scatters its gradient
 
 
 _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default)
@@ -543,13 +560,13 @@ class _Values:
 class _Flow:
     """Track, memory by memory, the sharding axes and lifetime of each result."""
 
-    def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool, autocast: Autocast) -> None:
+    def __init__(
+        self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool, exchanges: Exchanges
+    ) -> None:
         self.weights = weights  # by memory of a parameter or buffer
         self.flops = 0  # of products, on one rank
         self._gathers = gathers  # scores over a sharded vocabulary
-        self.autocast = autocast
-        self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
-        self.scattered: set[int] = set()  # memories of parameters whose gradients FSDP2 scatters
+        self.exchanges = exchanges
         self.timeline = _Timeline()
         self.alive: dict[int, int] = {}  # memory -> allocation
         self._axes = axes
@@ -569,12 +586,14 @@ class _Flow:
             size = -(-size // self._axes[axis])  # rounded up: the fullest rank
         return size
 
+    def bytes_on_rank(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of a contiguous copy of ``tensor`` on one rank."""
+        shards = prod(self._axes[axis] for axis in self._cut.get(memory_of(tensor), ()))
+        return -(-tensor.numel() * tensor.itemsize // shards)
+
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator, and record its results beside the copies that its kernel makes of operands."""
-        copies = []
-        for each in copied_operands(operator, args):
-            shards = prod(self._axes[axis] for axis in self._cut.get(memory_of(each), ()))
-            copies.append(self.timeline.allocate(-(-each.numel() * each.itemsize // shards)))
+        copies = [self.timeline.allocate(self.bytes_on_rank(each)) for each in copied_operands(operator, args)]
         result = self._observe(operator, args, kwargs)
         if flops := flops_of(operator, args, kwargs, result):
             memories = [memory_of(each) for each in tensors_of((args, kwargs))]
@@ -583,7 +602,9 @@ class _Flow:
                 *(self._cut.get(memory, frozenset()) for memory in memories),
                 *(each.column | each.row | each.ends | each.other for each in weights),
             )
-            self.flops += flops // prod(self._axes[axis] for axis in axes)
+            # A rank's queries meet the keys of all ranks along context axes.
+            ranks = self.exchanges.context_ranks if "attention" in str(operator) else 1
+            self.flops += ranks * flops // prod(self._axes[axis] for axis in axes)
         for copy in copies:
             self.timeline.free(copy)
         return result
@@ -656,7 +677,7 @@ class _Flow:
     def communicate(self, axis: str, op: str, what: str, name: str, tensor: torch.Tensor) -> None:
         """Record a collective whose result is ``tensor``."""
         size = self.local_bytes(memory_of(tensor), tensor.untyped_storage())
-        self.collectives.append((axis, op, what, name, size))
+        self.exchanges.collectives.append((axis, op, what, name, size))
 
     def sum_experts(self, module: nn.Module, resolution: Resolution) -> list[Any]:
         """Sum outputs, and gradients of inputs, of modules with several experts in one parameter. Return the hooks."""
@@ -700,14 +721,14 @@ class _Flow:
             return  # the exact count has none: it stays among the activations
         memory, weight = memory_of(parameter.grad), self.weights[memory_of(parameter)]
         allocation = self.alive.get(memory, -1)
-        if memory_of(parameter) in self.scattered:
+        if weight.scattered:
             self.timeline.gathered.add(allocation)
         else:
             self.timeline.lasting.add(allocation)
         own = weight.column | weight.row | weight.ends | weight.other
         for axis in self._cut.get(memory, frozenset()) - own:  # a full parameter used on shards (norms of heads)
             self.timeline.sizes[allocation] = parameter.grad.nbytes
-            self.collectives.append((axis, "all_reduce", "gradients", weight.name, parameter.grad.nbytes))
+            self.exchanges.collectives.append((axis, "all_reduce", "gradients", weight.name, parameter.grad.nbytes))
 
     def _note(self, storage: torch.UntypedStorage, memory: int, axes: frozenset[str]) -> None:
         """Record a result: of new memory, or of live memory (a view, an in-place result)."""
@@ -743,7 +764,13 @@ def _by_place(module: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def _meta_state(
-    module: nn.Module, resolution: Resolution, model_axes: list[str], dtype: str | None, *, gathers: bool
+    module: nn.Module,
+    resolution: Resolution,
+    model_axes: list[str],
+    dtype: str | None,
+    *,
+    gathers: bool,
+    scattered: set[str],
 ) -> tuple[dict[str, torch.Tensor], dict[int, _Weight]]:
     """Return parameters and buffers on meta, and the axes that shard each one.
 
@@ -775,5 +802,6 @@ def _meta_state(
             end |= kind == "row" and is_embedding(resolution.tensor(name))
             uses["ends" if end else kind].add(axis)
         column, row, ends, other = (frozenset(uses[kind]) for kind in ("column", "row", "ends", "cut"))
-        weights[memory_of(meta)] = _Weight(resolution.tensor(name).name, column, row, ends, other, len(shape) > 1)
+        own = resolution.tensor(name).name
+        weights[memory_of(meta)] = _Weight(own, column, row, ends, other, len(shape) > 1, own in scattered)
     return state, weights

@@ -133,8 +133,8 @@ def communication_of(
         lines.append("no batch given: activations are not counted")
     else:
         flow = step.flow
-        for (axis, op, what, name, size), count in Counter(flow.collectives).items():
-            if axis in model_axes and mesh.axis_size(axis) > 1:
+        for (axis, op, what, name, size), count in Counter(flow.exchanges.collectives).items():
+            if axis in (*model_axes, *roles.axes("expert", "context")) and mesh.axis_size(axis) > 1:
                 uses = count * options.get("accumulate", 1)
                 transfers.append(Transfer(axis, op, what, name, size, uses, mesh.axis_size(axis)))
         experts = expert_modules(resolution.metadata.parameters)
@@ -156,5 +156,8 @@ def communication_of(
             link = topology.link(mesh.axes, axis, mesh.rank_list)
             seconds[axis] = sum(t.count * getattr(model, t.op)(t.full_bytes, link) for t in transfers if t.axis == axis)
         compute = model.compute(flops, topology) if step is not None else None
-    lines += [*roles.assumptions, *uncounted_axes(mesh, roles)]
+    counted = {each.axis for each in transfers if each.what == "activations"}
+    if counted & set(roles.axes("expert")):
+        lines.append("tokens travel to experts and back by all-to-all; routing counts as even")
+    lines += [*roles.assumptions, *uncounted_axes(mesh, roles, counted)]
     return Communication(mesh, tuple(transfers), seconds, tuple(lines), flops, compute)

@@ -93,11 +93,11 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     if operator in _ATTENTION:
         first, products = _ATTENTION[operator]
         query, key = args[first : first + 2]
-        return 2 * products * prod(query.shape) * int(key.shape[-2])
+        return int(2 * products * prod(query.shape) * key.shape[-2])
     if operator is _ATEN._grouped_mm.default:
         first, second = args[:2]
         groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
-        return 2 * groups * prod(first.shape[-2:]) * int(second.shape[-1])
+        return int(2 * groups * prod(first.shape[-2:]) * second.shape[-1])
     counted = flop_registry.get(operator._overloadpacket)
     return int(counted(*args, **kwargs, out_val=result)) if counted is not None else 0
 

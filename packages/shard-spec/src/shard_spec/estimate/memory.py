@@ -161,12 +161,13 @@ class Memory:
         groups = self.groups()  # a line for each group of ranks of equal needs
         parts = list(groups[0][1]) if groups else []
         rows = [
-            [human_ranks(ranks), *map(human_bytes, sizes.values()), human_bytes(sum(sizes.values()))]
+            [human_ranks(ranks), human_bytes(sum(sizes.values())), *map(human_bytes, sizes.values())]
             for ranks, sizes in groups
         ]
         if len(rows) > 16:
             rows[15:] = [[f"... {len(rows) - 15} more groups", *[""] * (len(parts) + 1)]]
-        lines = [str(Table(["ranks", *parts, "total"], rows, range(1, len(parts) + 2)))]
+        # The total stands before its parts: on a page of 98 columns the last ones may be out of view.
+        lines = [str(Table(["ranks", "total", *parts], rows, range(1, len(parts) + 2)))]
         lines.append(f"optimizer: {self.optimizer}")
         if self.moment:
             lines.append(f"peak: {self.moment}; activations, logits and loss are an estimate")

@@ -27,14 +27,15 @@ _LINEAR = {"Linear": (0, 1), "Conv1D": (1, 0)}
 _EMBEDDING = {"Embedding": (1, 0)}
 
 
-def uncounted_axes(mesh: MeshSpec, roles: AxisRoles) -> list[str]:
-    """Return remarks on uncounted costs along axes of several ranks."""
+def uncounted_axes(mesh: MeshSpec, roles: AxisRoles, counted: Iterable[str] = ()) -> list[str]:
+    """Return remarks on uncounted costs along axes of several ranks, but those of ``counted`` activations."""
     remarks = (
         ("expert", "experts stay where they are; the exchange of tokens for them is not counted"),
         ("context", "tokens of one sample lie on several ranks; what attention exchanges is not counted"),
         ("stage", "every stage counts as planned; what stages send each other is not counted"),
     )
-    return [f"{axis}: {text}" for role, text in remarks for axis in roles.axes(role) if mesh.axis_size(axis) > 1]
+    axes = ((axis, text) for role, text in remarks for axis in roles.axes(role) if mesh.axis_size(axis) > 1)
+    return [f"{axis}: {text}" for axis, text in axes if axis not in counted]
 
 
 def expert_modules(parameters: Iterable[TensorMetadata]) -> frozenset[str]:

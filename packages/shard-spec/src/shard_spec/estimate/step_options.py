@@ -39,6 +39,8 @@ class StepOptions(TypedDict, total=False):
         ddp: ``DistributedDataParallel``'s buckets for replicated parameters: ``"buckets"``, or ``"views"`` with
             ``gradient_as_bucket_view``. None: gradients are reduced in place.
         autocast: Dtype of ``torch.autocast`` around forward and loss. One within the forward counts as it is.
+        context: What attention exchanges along context axes: ``"gather"`` (default), keys and values of all ranks; or
+            ``"ulysses"``, heads for tokens: queries, keys, values and results.
     """
 
     data_axes: Iterable[str] | None
@@ -52,6 +54,7 @@ class StepOptions(TypedDict, total=False):
     mp_policy: Any
     ddp: str | None
     autocast: str | None
+    context: str
 
 
 def policy_of(options: StepOptions) -> dict[str, str | None]:
@@ -84,7 +87,11 @@ def check_options(options: StepOptions) -> None:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         hint = "a number of batches, 1 or more"
         problems.append(Problem("invalid-argument", "accumulate", found=repr(accumulate), hint=hint))
-    for name, values in (("sync", ("each", "last")), ("ddp", (None, "buckets", "views"))):
+    for name, values in (
+        ("sync", ("each", "last")),
+        ("ddp", (None, "buckets", "views")),
+        ("context", ("gather", "ulysses")),
+    ):
         value = options.get(name, values[0])
         if value not in values:
             problems.append(Problem("invalid-argument", name, found=repr(value), hint=f"one of {values}"))

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
@@ -67,9 +67,16 @@ REPLICATE = ReplicateSpec()
 
 
 class CuttingPlacement(ABC):
-    """A placement that shards ``dim``."""
+    """A placement that shards ``dim``.
+
+    Attributes:
+        dim: The tensor dimension.
+        is_chunked: True if the shards are torch's even chunks in rank order (``Shard(dim)``): readers of a layout find
+            a rank's interval by division, and need not list it.
+    """
 
     dim: int
+    is_chunked: ClassVar[bool] = False
 
     @abstractmethod
     def cut(self, length: int, count: int, index: int) -> list[Interval]:
@@ -96,6 +103,7 @@ class ShardSpec(CuttingPlacement):
     """
 
     dim: int
+    is_chunked: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"S({self.dim})"

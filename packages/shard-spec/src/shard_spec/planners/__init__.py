@@ -3,6 +3,7 @@
 from shard_spec.planners.base import (
     ComposedPlanner,
     Decisions,
+    ExpertParallelPlanner,
     FullyShardPlanner,
     LayoutPlanner,
     OptimalityBound,
@@ -22,4 +23,5 @@ __all__ = [
     "OptimalityBound",
     "MegatronPlanner",
     "FullyShardPlanner",
+    "ExpertParallelPlanner",
 ]

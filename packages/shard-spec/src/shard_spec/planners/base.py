@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shard_spec._shared.page import human_bytes
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.estimate.roles import expert_modules
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.layout.text import split_items
 from shard_spec.plan.globs import glob_rules, pattern_of
+from shard_spec.plan.metadata import metadata_of
 from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
@@ -191,12 +193,14 @@ class ComposedPlanner(LayoutPlanner):
             notes += decisions.notes
             unrecognised.update(decisions.unrecognised)
             certificate = decisions.certificate or certificate
-            clashing = [axis for axis, each in decisions.axis_roles.items() if roles.get(axis, each) != each]
+            # An axis of experts is a data axis, too: the first of the two says more.
+            differ = {axis: {each, roles.get(axis, each)} for axis, each in decisions.axis_roles.items()}
+            clashing = [axis for axis, each in differ.items() if len(each) > 1 and each != {"expert", "data"}]
             hint = "give each planner its own axes"
             for axis in clashing:
                 found = f"a {roles[axis]} axis of one planner, a {decisions.axis_roles[axis]} axis of another"
                 raise PlanError(Problem("invalid-argument", "planners", axis=axis, found=found, hint=hint))
-            roles |= decisions.axis_roles
+            roles = {**decisions.axis_roles, **roles}
         return Decisions(layouts, tuple(notes), unrecognised, certificate, roles)
 
 
@@ -262,6 +266,49 @@ class FullyShardPlanner(LayoutPlanner):
             self.mesh.axis_size(name)
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
-        cut = Layout(self.mesh, dict.fromkeys(self.axes, "S(0)"), self.axes if len(self.axes) > 1 else None)
-        layouts = {name: cut for name, parameter in module.named_parameters() if parameter.dim() > 0}
+        layouts = {}
+        for name, parameter in module.named_parameters():
+            # Blocks of experts lie along one of these axes already.
+            used = given[name].sharded_axes if name in given else ()
+            axes = [axis for axis in self.axes if len(self.axes) == 1 or axis not in used]
+            if parameter.dim() > 0 and axes:
+                layouts[name] = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes if len(axes) > 1 else None)
         return Decisions(layouts, axis_roles=dict.fromkeys(self.axes, "data"))
+
+
+class ExpertParallelPlanner(LayoutPlanner):
+    """Blocks of experts on an axis: dim 0 of experts in one parameter is sharded, everything else is replicated.
+
+    Each rank sees its own samples; tokens travel to the ranks of their experts and back. Compose it with
+    `FullyShardPlanner`, which shards the rest, and each block of experts over the ranks that share it.
+
+    Args:
+        mesh: the axes of the plan.
+        axis: the axis of the experts.
+
+    Raises:
+        PlanError: the axis is not in the mesh; by `build_plan`, the model has no experts in one parameter, or their
+            number does not divide by the axis.
+    """
+
+    def __init__(self, mesh: MeshLike | DeviceMesh, axis: str = "ep") -> None:
+        super().__init__(mesh)
+        self.axis, self.size = axis, self.mesh.axis_size(axis)
+
+    def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
+        parameters = metadata_of(module).parameters
+        owners = expert_modules(parameters)
+        experts = [each for each in parameters if each.name.rpartition(".")[0] in owners and len(each.shape) > 1]
+        if not experts:
+            hint = "experts in a ModuleList are parameters of their own: plan them with rules, or stack them"
+            raise PlanError(
+                Problem("conflicting-arguments", axis=self.axis, found="no experts in one parameter", hint=hint)
+            )
+        hint = f"give {self.axis} a size that divides the number of experts"
+        raise_problems(
+            Problem("does-not-divide", each.name, dim=0, axis=self.axis, found=f"{each.shape[0]} experts", hint=hint)
+            for each in experts
+            if each.shape[0] % self.size
+        )
+        cut = Layout(self.mesh, {self.axis: "S(0)"})
+        return Decisions({each.name: cut for each in experts}, axis_roles={self.axis: "expert"})

@@ -1,14 +1,44 @@
 """The check by execution: sharded modules against their original forwards on full weights.
 
-`checker` schedules the checks, `runs` executes one run on detached copies. `compare` compares two runs.
+`checker.Checker.check` is the recipe: it records, runs both forwards of each region, compares, and reports. `runs`
+executes one forward on detached copies, `compare` compares two of them, `report` holds verdicts and texts.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-IN_ORIGINAL: ContextVar[bool] = ContextVar("tp_styles_in_original", default=False)
-"""True while an original runs on full weights. Our own functions inside a forward then take full tensors."""
 
-IN_FLOAT64: ContextVar[bool] = ContextVar("tp_styles_in_float64", default=False)
-"""True in a sharded run of a check in float64. A region not checked there may be in its own type."""
+@dataclass(frozen=True)
+class Running:
+    """A run of a check that is under way. Hooks of the check record their calls in it, and check nothing.
+
+    Attributes:
+        is_original: It runs originals on full weights: our own functions inside a forward then take full tensors.
+        record: Called by each region's hook with the region and its arguments; None in a run that records nothing.
+    """
+
+    is_original: bool
+    record: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
+
+
+# The run under way, if there is one. No ContextVar: on a GPU a checkpoint runs forwards again in autograd's thread.
+RUNNING: list[Running] = []
+
+
+@contextmanager
+def running(run: Running) -> Iterator[None]:
+    """Declare a run for the block."""
+    RUNNING.append(run)
+    try:
+        yield
+    finally:
+        RUNNING.pop()
+
+
+def in_original() -> bool:
+    """True while an original runs on full weights."""
+    return bool(RUNNING) and RUNNING[-1].is_original

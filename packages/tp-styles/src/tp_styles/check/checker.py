@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -24,14 +24,15 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from tp_styles._shared.execution_check import Compared, Precision, random_state_restored
+from tp_styles._shared.execution_check import Precision, random_state_restored
 from tp_styles._shared.norms import BRIDGED
-from tp_styles._shared.sharding_info import sharding_info_of
-from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed
-from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
+from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, without_dispatch_modes
+from tp_styles.check import RUNNING, Running, running
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
-from tp_styles.check.runs import Original, Run, full_numel, has_fsdp_below
+from tp_styles.check.report import ALIKE, Stage, Verdict, problem
+from tp_styles.check.runs import Original, Run, Trace, full_numel, has_fsdp_below
+from tp_styles.check.watched_loss import watch_loss
 from tp_styles.check.weights import Weights
 from tp_styles.plan.model import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
@@ -44,49 +45,25 @@ from tp_styles.values import is_below
 
 Check = Literal["first", "always", "never"]
 
-ALIKE = "all of its input values are equal, which may hide a mistake; the next call with other values is checked"
+EXACT = torch.float64, torch.float32, None
 
+# Elements of full parameters up to which both runs use float64. No rounding hides a mistake there.
 FLOAT64_LIMIT = 2**26
-"""Elements of full parameters up to which both runs use float64. No rounding hides a mistake there."""
 
 
-class Stage(IntEnum):
-    """Last completed step of a comparison."""
-
-    NOTHING = 0
-    SHARDED = 1
-    OUTPUTS = 2
-    SHARDED_BACKWARD = 3
-    ALL = 4
-
-
-@dataclass
-class Verdict:
-    """One comparison of both runs; the same on every rank.
+@dataclass(frozen=True)
+class Declared:
+    """Declarations of styles about a scope's inputs.
 
     Attributes:
-        stage: The last completed step.
-        differences: Unequal values.
-        is_closed: Outputs are full, so a region around this one may use them as the original's.
-        failure: The error that ended it early.
-        place: First module with another output.
-        compared: Counts of compared values.
-        blank: Names of values that are zero in both runs, or parameters without a gradient: nothing was compared.
+        layouts: Argument name -> layout, by a style on the module itself.
+        names: Names of the module's positional arguments.
+        inner_dims: Dims of incoming activations, sharded by declaration of styles inside, but of none on the module.
     """
 
-    stage: Stage = Stage.NOTHING
-    differences: list[Difference] = field(default_factory=list)
-    is_closed: bool = False
-    failure: str = ""
-    place: str = ""
-    compared: Compared = field(default_factory=Compared)
-    blank: list[str] = field(default_factory=list)
-
-    def failed(self, failure: str) -> Verdict:
-        """Return the verdict, ended by an error."""
-        step = ("the sharded run", "the original", "the sharded backward", "the original's backward")[self.stage]
-        self.failure = f"{step} raised {failure}"
-        return self
+    layouts: dict[str, Placement] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    inner_dims: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -99,15 +76,11 @@ class Scope:
         module: The module.
         is_root: The plan was applied to it.
         inside: Scopes within it.
-        declared: Argument name -> layout declared by a style on the module itself.
-        names: Names of the module's positional arguments.
-        inner_dims: Dims of incoming activations, sharded by declaration of styles inside, but of none on the module.
+        declared: Declarations of styles about its inputs.
         has_partial_output: A style inside outputs a partial sum.
-        unstyled: FQNs of parameters without a style.
         verified: Modes with results equal to the original's, from full inputs to full outputs.
         done: Modes already checked, or impossible to check -> elements of the largest input.
         options: Checked modes, each with the keyword arguments that were True.
-        not_in_float64: Modes not comparable within a run in float64: they wait for one in their own type.
     """
 
     checker: Checker
@@ -115,15 +88,11 @@ class Scope:
     module: nn.Module
     is_root: bool = False
     inside: list[Scope] = field(default_factory=list)
-    declared: dict[str, Placement] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
-    inner_dims: tuple[int, ...] = ()
+    declared: Declared = field(default_factory=Declared)
     has_partial_output: bool = False
-    unstyled: frozenset[str] = frozenset()
     verified: set[Mode] = field(default_factory=set)
     done: dict[Mode, int] = field(default_factory=dict)
     options: set[tuple[Mode, tuple[str, ...]]] = field(default_factory=set)
-    not_in_float64: set[Mode] = field(default_factory=set)
     _key: int = -1
     _before: list[int] = field(default_factory=list)
 
@@ -131,10 +100,14 @@ class Scope:
         return self.name or type(self.module).__name__
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the call, if its mode is new."""
+        """Check the call, if its mode is new; in a run of a check, record it."""
         if is_compiling():
             if self.is_root:
                 _note_compiled(self, module.training)
+            return
+        if RUNNING:
+            if RUNNING[-1].record is not None:
+                RUNNING[-1].record(self, args, kwargs)
             return
         mode = module.training, torch.is_grad_enabled()
         checked = self.done.get(mode)
@@ -153,12 +126,17 @@ class Scope:
                 if (region.module.training, mode[1]) not in region.done:
                     region.install()
         if checked is None or self.checker.always:
-            self.checker(self, args, kwargs)
+            self.checker.check(self, args, kwargs)
             self.options.add((mode, options))
-        elif not self.is_root and self.checker.scopes[0].done and not IN_ORIGINAL.get():
+        elif not self.is_root and self.checker.scopes[0].done:
             # A steady step pays only for the root's hook, which installs this one for a new mode. If the root's
             # forward is not called (`encode()`), this one stays.
             self.remove()
+
+    @property
+    def is_small(self) -> bool:
+        """True if both runs fit in float64, where no rounding hides a mistake."""
+        return sum(full_numel(p) for p in self.module.parameters()) <= FLOAT64_LIMIT
 
     def install(self) -> None:
         """Install before every other hook, except for those already before it: FSDP2's gather the parameters."""
@@ -190,44 +168,78 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class Result:
-    """Outcome of one scope's check in one mode, for the report.
+class Attempt:
+    """An action on all ranks.
 
     Attributes:
-        reason: Reason against a comparison; `""` if there was one.
-        compared: Counts of compared values.
-        blank: Names of values without a comparison: zero in both runs, or without a gradient.
+        value: This rank's result; None if the action raised on any rank.
+        errors: Text of each rank's error, `""` without, and True for an error of a plan.
     """
 
-    reason: str
-    compared: Compared = field(default_factory=Compared)
-    blank: tuple[str, ...] = ()
+    value: Any
+    errors: tuple[tuple[str, bool], ...]
 
-    def __str__(self) -> str:
-        if self.reason:
-            return f"unchecked: {self.reason}"
-        text = f"equal to the original ({self.compared})"
-        if self.blank:
-            more = f" and {len(self.blank) - 8} more" if len(self.blank) > 8 else ""
-            text += f"; unchecked, zero or without a gradient in both runs: {', '.join(self.blank[:8])}{more}"
-        return text
+    @property
+    def failure(self) -> str:
+        """Text of the first rank's error, `""` without."""
+        return next((text for text, _ in self.errors if text), "")
+
+    @property
+    def is_refusal(self) -> bool:
+        """True if the first error is one of a plan: the call itself raises it, too."""
+        return next((by_plan for text, by_plan in self.errors if text), False)
 
 
-@dataclass(frozen=True)
-class Way:
-    """Settings of a comparison's two runs.
+@dataclass
+class Both:
+    """The two runs of one call.
 
     Attributes:
-        mode: Mode of the scope's module.
         dtype: Type of floats in both; None for the model's own.
         lively: Constant inputs and weights give way to other numbers, and every floating parameter takes a gradient.
-        small: The full weights of the scope are few.
+        copies: Arguments of the sharded run, and of the original's.
+        weights: Makes the weights of both.
+        sharded: The sharded run; None if something before it has failed.
+        reference: The original's; None for a large scope, until the regions inside are compared.
+        failure: An error before both runs.
+        place: The module in which the sharded run has raised.
+        precision: Precision and draws of both.
     """
 
-    mode: Mode
     dtype: torch.dtype | None
     lively: bool
-    small: bool
+    copies: tuple[Copies, ...] = ()
+    weights: Weights | None = None
+    sharded: Attempt | None = None
+    reference: Attempt | None = None
+    failure: str = ""
+    place: str = ""
+    precision: tuple[float, bool] = (0.0, False)
+
+
+@dataclass
+class Call:
+    """One call of a scope, with the best comparison so far.
+
+    Attributes:
+        inputs: Its arguments, compared between the ranks and copied.
+        mode: The module's mode.
+        size: Elements of the largest input.
+        verdict: The comparison that got furthest.
+    """
+
+    inputs: Inputs
+    mode: Mode
+    size: int
+    verdict: Verdict = field(default_factory=Verdict)
+
+
+def inner_first(calls: dict[Scope, Call]) -> list[Scope]:
+    """Return scopes in the order in which their calls have ended: those inside of another before it."""
+    places = {scope: place for place, scope in enumerate(calls)}
+    ends = {scope: max(places.get(inner, 0) for inner in (scope, *scope.inside)) for scope in calls}
+    root = next(iter(calls))  # scopes of other plans inside are not among its own
+    return sorted(calls, key=lambda scope: (scope is root, ends[scope], -len(scope.inside)))
 
 
 class Checker:
@@ -259,14 +271,11 @@ class Checker:
         self.may_leave = may_leave
         self.names = {module: name for name, module in model.named_modules()}
         self.planned = frozenset(name for name, _ in model.named_parameters())
-        self.results: dict[tuple[str, Mode], Result] = {}
-        self.failure = ""
-        self.failures: list[tuple[str, bool]] = []
-        self.failed_by_plan = False
-        self.entered: list[nn.Module] = []
+        self.unstyled = frozenset[str]()
+        self.results: dict[tuple[str, Mode], Verdict] = {}
         self.has_compared_replicas = False
         self.scopes: list[Scope] = []
-        self.standing = dict(self.names)  # as of the last check: the model may have changed since the plan
+        self.present = dict(self.names)  # as of the last check: the model may have changed since the plan
         _watch(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -274,14 +283,14 @@ class Checker:
         vars(self).update(state)
         _watch(self)
 
-    def forget(self) -> None:
+    def check_again(self) -> None:
         """Check again, on every rank: the model has another module or parameter now."""
         if not any(scope.done for scope in self.scopes):
             return  # nothing checked so far
         self.has_compared_replicas = False
         for scope in self.scopes:
-            for modes in (scope.done, scope.verified, scope.not_in_float64):
-                modes.clear()
+            scope.done.clear()
+            scope.verified.clear()
 
     def report(self) -> list[str]:
         """Return lines on equal results, with counts, and on everything not compared."""
@@ -294,58 +303,110 @@ class Checker:
             f"check of {scope}: unchecked: never entered" for scope in self.scopes if seen and str(scope) not in seen
         ]
 
-    def __call__(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check one call of a scope, before it happens.
+    def check(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check one call of a scope, before it happens: record, compare the regions inside, then the scope itself.
 
         Raises:
             StyleInputError: The root's inputs, modes or generators differ between the ranks.
             CheckError: The sharded module is not equal to the original; on every rank.
         """
-        if is_compiling() or IN_ORIGINAL.get() or is_transformed() or self.axis.size == 1:
+        has_values = dist.get_backend(self.axis.group) != "fake" and not any(map(is_fake, scope.module.parameters()))
+        if is_transformed() or self.axis.size == 1 or not has_values:
             return
-        if dist.get_backend(self.axis.group) == "fake" or any(is_fake(p) for p in scope.module.parameters()):
-            return  # no values
+        self.present = {module: name for name, module in self.scopes[0].module.named_modules()}
+        call = self._call(scope, args, kwargs)
+        if call is None:
+            return
+        calls = {scope: call}
+        # Some code takes one type only (grouped products of experts no float64), some no other numbers (an id in a
+        # float), or writes to a frozen parameter.
+        dtypes = EXACT if scope.is_small else (None,)
+        for lively, dtype in itertools.product((True, False), dtypes):
+            both = self._runs(scope, call, Both(dtype, lively), calls)  # the sharded one records the regions' calls
+            for current in inner_first(calls):
+                checker, inner = current.checker, calls[current]
+                # Inputs that were recorded in the model's own type are compared in the most exact one.
+                is_open = current is not scope and dtype is None and current.is_small
+                for exact in EXACT if is_open else (dtype,):
+                    if inner.verdict.is_final:
+                        break
+                    runs = both if current is scope else checker._runs(current, inner, Both(exact, lively))
+                    verdict = checker._compared(current, inner, runs)
+                    inner.verdict = verdict if verdict.stage >= inner.verdict.stage else inner.verdict
+                    if verdict.differences and not (verdict.raises and lively):
+                        raise checker._error(current, inner, verdict)
+            if call.verdict.is_final:
+                break
+        for current in inner_first(calls):
+            # A region that alone runs in its own type only is checked in the call itself.
+            if calls[current].verdict.is_final or not call.verdict.is_final:
+                current.checker._finish(current, calls[current])
+
+    # ------------------------------------------------------------------ recording
+
+    def _call(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Compare a call's inputs between the ranks, and copy them; None if it is not to be compared.
+
+        Raises:
+            StyleInputError: The root's inputs differ, or modes do; on every rank.
+            CheckError: Parameters without a style differ; on every rank.
+        """
         mode = scope.module.training, torch.is_grad_enabled()
-        self.standing = {module: name for name, module in self.scopes[0].module.named_modules()}
-        if IN_FLOAT64.get() and mode in scope.not_in_float64:
-            return  # for a run in its own type
+        size, _ = size_and_options(args, kwargs)
+        layouts, names, inner_dims = scope.declared.layouts, scope.declared.names, scope.declared.inner_dims
         try:
-            inputs = Inputs(args, kwargs, self.axis, mode, scope.declared, scope.names, inner_dims=scope.inner_dims)
+            inputs = Inputs(args, kwargs, self.axis, mode, layouts, names, inner_dims=inner_dims)
         except NotReady as error:  # the next call may have an empty cache
-            self.results[str(scope), mode] = Result(str(error))
+            self.results[str(scope), mode] = Verdict(failure=str(error))
             if mode in self.scopes[0].done and not (self.is_staged or self.results[str(self.scopes[0]), mode].reason):
                 scope.done[mode] = 1  # the root's check ran it; the first layer has filled a later one's cache
-            return
+            return None
         is_root = scope.is_root and not self.is_staged
         if is_root and not self.has_compared_replicas:
             self._compare_replicas(scope)
             self.has_compared_replicas = True
-        if is_root and inputs.differ and not scope.inner_dims:
-            hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where inputs"
-            hint += " are shards, declare it: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
+        if is_root and inputs.differ and not inner_dims:
+            hint = (
+                "tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where inputs"
+                " are shards, declare it: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
+            )
             raise StyleInputError(
                 Problem("ranks-disagree", f"{scope}({leaf.place.path})", found="other values on each rank", hint=hint)
                 for leaf in inputs.differ
             )
-        unchecked = ""
         if has_fsdp_below(scope.module):
             # FSDP2's hooks would gather and reduce within both runs. Regions inside its units are checked in the call.
             unchecked = "FSDP2 shards modules inside; regions within them are checked"
-        elif inputs.differ or (scope.inner_dims and not scope.is_root and not inputs.has_shards):
+        elif inputs.differ or (inner_dims and not scope.is_root and not inputs.has_shards):
             unchecked = "its inputs are shards, and no style on the module declares how: PrepareModuleInput does"
-        if unchecked:
-            self.results[str(scope), mode] = Result(unchecked)
-            if is_root and inputs.differ:
-                warnings.warn(f"{scope}: the sharded model is not checked: {unchecked}", stacklevel=4)
-            is_final = True
         else:
-            is_final = self._check(scope, inputs, mode) or not IN_FLOAT64.get()
-            if scope.is_root and self.results[str(scope), mode].reason == ALIKE:
-                return  # the next call is checked
-        if is_final:  # what raised is checked again by the next call
-            scope.done[mode], _ = size_and_options(args, kwargs)
-        else:
-            scope.not_in_float64.add(mode)
+            unchecked = self._attempt(inputs.detach).failure
+        if not unchecked:
+            return Call(inputs, mode, size)
+        self.results[str(scope), mode] = Verdict(failure=unchecked)
+        if is_root and inputs.differ:
+            warnings.warn(f"{scope}: the sharded model is not checked: {unchecked}", stacklevel=5)
+        scope.done[mode] = size
+        return None
+
+    def _recorder(self, scope: Scope, calls: dict[Scope, Call]) -> Callable[..., None]:
+        """Return a function that adds the first call of each region to `calls`, unless it is compared already."""
+        recorded = {scope}
+
+        def record(region: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            mode, checker = (region.module.training, torch.is_grad_enabled()), region.checker
+            is_compared = region in calls and calls[region].verdict.is_final
+            is_done = is_compared or (mode in region.done and not checker.always)
+            if region in recorded or is_done or checker.axis.mesh != self.axis.mesh:
+                return
+            with without_dispatch_modes():
+                call = checker._call(region, args, kwargs)
+            if call is not None:
+                recorded.add(region)
+                call.verdict = calls[region].verdict if region in calls else call.verdict
+                calls[region] = call
+
+        return record
 
     def _compare_replicas(self, scope: Scope) -> None:
         """Compare parameters without a style: nothing has made them equal on all ranks.
@@ -354,7 +415,7 @@ class Checker:
             CheckError: Some are not; on every rank.
         """
         different = []
-        styled = self.planned - scope.unstyled
+        styled = self.planned - self.unstyled
         for name, parameter in scope.module.named_parameters():
             owner = scope.module.get_submodule(name.rpartition(".")[0])
             if name in styled or isinstance(vars(owner).get("forward"), Forward):
@@ -368,36 +429,146 @@ class Checker:
                 "seed every rank alike before the model is made, load one checkpoint on all, or broadcast from one rank"
             )
             raise CheckError(
-                Problem("replicas-differ", one.name, found="other values on each rank, and no style", hint=hint)
-                for one in union
+                Problem("replicas-differ", item.name, found="other values on each rank, and no style", hint=hint)
+                for item in union
             )
 
-    def _check(self, scope: Scope, inputs: Inputs, mode: Mode) -> bool:
-        """Compare; return False if the two runs could not be compared."""
-        verdict, constant = self._verdict(scope, inputs, mode, lively=True), inputs.is_constant
-        if verdict.stage < Stage.ALL or any(d.kind == "raises" for d in verdict.differences):
-            # The forward may refuse other numbers (an id in a float), or writes to a frozen parameter.
-            verdict, constant = self._verdict(scope, inputs, mode, lively=False), constant or inputs.has_noise
-        if verdict.differences:
-            worst = sorted(verdict.differences, key=lambda difference: -difference.error)[:8]
-            has_cache = any(leaf.place.is_state for leaf in inputs.leaves)
-            raise CheckError(_problem(scope, one, verdict.place, has_cache=has_cache) for one in worst)
-        reason = verdict.failure
-        if verdict.stage >= Stage.OUTPUTS:
-            if not reason and not verdict.compared:
-                reason = "its forward returns and keeps no tensors that could be compared"
-            elif not reason and constant:
-                reason = ALIKE
-            if verdict.stage == Stage.ALL and verdict.is_closed and not inputs.has_shards:
-                scope.verified.add(mode)
-        self.results[str(scope), mode] = Result(reason, verdict.compared, tuple(verdict.blank))
+    # ------------------------------------------------------------------ both runs
+
+    def _runs(self, scope: Scope, call: Call, both: Both, calls: dict[Scope, Call] | None = None) -> Both:
+        """Run the original on full weights, and the sharded module, on copies of a call's inputs.
+
+        Args:
+            scope: The scope.
+            call: Its call.
+            both: Settings of both runs; completed with the runs.
+            calls: Gets the calls of regions inside.
+
+        Returns:
+            The runs.
+
+        Raises:
+            CheckError: The original raised on some ranks only.
+        """
+        dtype = both.dtype
+        with self._isolated(call.mode) as constants:
+            both.failure = self._prepare(scope, call, both)
+            if both.failure:
+                return both
+            constants.epsilon = 0.0  # copying is no part of the runs
+            # The original of a small scope runs first. It has no collectives: an error on one rank reaches all ranks,
+            # instead of leaving the others waiting in the sharded run. A large scope's uses verified regions sharded.
+            if scope.is_small:
+                both.reference = self._attempt(lambda: self._run(scope, call.mode, both, original=True))
+                self._raise_lone_error(scope, both.reference)
+            if both.reference is None or both.reference.value is not None or dtype is None:
+                record = None if calls is None else self._recorder(scope, calls)
+                both.sharded = self._attempt(lambda: self._run(scope, call.mode, both, original=False, record=record))
+            both.precision = constants.epsilon, constants.has_drawn
+        return both
+
+    def _prepare(self, scope: Scope, call: Call, both: Both) -> str:
+        """Copy a call's inputs for both runs, and prepare their weights; return the text of an error."""
+        copies = partial(call.inputs.copies, both.dtype, noise=both.lively)
+        ours, wanted = self._attempt(partial(copies, full=False)), self._attempt(partial(copies, full=True))
+        weights = self._attempt(lambda: Weights(scope.module, self.axis, both.dtype, lively=both.lively))
+        both.copies, both.weights = (ours.value, wanted.value), weights.value
+        return ours.failure or wanted.failure or weights.failure
+
+    def _compared(self, scope: Scope, call: Call, both: Both) -> Verdict:
+        """Compare both runs: outputs, then gradients, then buffers; the same verdict on every rank."""
+        may_leave, has_partial = self.may_leave or not scope.is_root, scope.has_partial_output
+        comparison = Comparison(self.axis, has_partial, may_leave, only_first=not scope.is_root)
+        constant = call.inputs.is_constant or (call.inputs.has_noise and not both.lively)
+        verdict = Verdict(compared=comparison.compared, blank=comparison.blank, is_constant=constant)
+        if both.sharded is None:
+            return verdict.failed(both.failure or (both.reference.failure if both.reference else ""))
+        sharded, reference = both.sharded, both.reference
+        if sharded.value is None and (both.dtype is not None or sharded.is_refusal):
+            return verdict.failed(sharded.failure)
+        with self._isolated(call.mode) as constants:
+            constants.epsilon, constants.has_drawn = both.precision
+            if reference is None:
+                reference = self._attempt(lambda: self._run(scope, call.mode, both, original=True))
+            if sharded.value is None:
+                if reference.value is not None:
+                    verdict.differences = self.union([Difference("raises", both.place, math.inf, sharded.failure)])
+                return verdict.failed(sharded.failure)
+            verdict.stage = Stage.SHARDED
+            if reference.value is None:
+                return verdict.failed(reference.failure)
+            if scope.is_root and not self.is_staged and call.mode[0] and constants.has_drawn:
+                self._compare_generators(scope)
+            verdict.stage = Stage.OUTPUTS
+            comparison.tolerance = self.tolerance(constants)
+            differences, outputs = comparison.outputs(sharded.value, reference.value)
+            verdict.differences = self.union(differences)
+            if any(item.kind == "output" for item in verdict.differences):
+                verdict.place = self._first_difference(scope, call, both, comparison)
+            full = [output.layout == "full" for output in outputs if output.is_output]
+            verdict.is_closed = len(full) > 0 and all(full)
+            verdict.local = tuple(output.path for output in outputs if output.is_local_shard)
+            starts = cotangents(outputs, self.axis)
+            if not verdict.differences and call.mode[1] and starts[0][0]:
+                if failure := self._backward(verdict, both, sharded.value, reference.value, starts):
+                    return verdict.failed(failure)
+                comparison.tolerance = 10 * self.tolerance(constants)  # gradients are sums over the batch
+                verdict.differences = self.union(comparison.gradients(sharded.value, reference.value, *both.copies))
+            verdict.stage = Stage.ALL
+            verdict.differences = verdict.differences or self.union(comparison.buffers(sharded.value, reference.value))
+            everyone = self.axis.all_gather_objects(comparison.blank, "the check")
+            verdict.blank = [name for name in dict.fromkeys(comparison.blank) if all(name in item for item in everyone)]
+        if verdict.stage == Stage.ALL and verdict.is_closed and not (verdict.differences or call.inputs.has_shards):
+            scope.verified.add(call.mode)
+        return verdict
+
+    def _backward(self, verdict: Verdict, both: Both, sharded: Run, reference: Run, starts: tuple[Any, ...]) -> str:
+        """Run both backwards; return the text of an error."""
+        for run, copies, (outputs, gradients) in zip((sharded, reference), both.copies, starts, strict=True):
+            with running(Running(is_original=run is reference)):  # a checkpoint runs forwards again
+                backward = self._attempt(partial(run.backward, outputs, gradients, copies.leaves))
+            if backward.value is None:
+                return backward.failure
+            verdict.stage = Stage.SHARDED_BACKWARD
+        return ""
+
+    def _first_difference(self, scope: Scope, call: Call, both: Both, comparison: Comparison) -> str:
+        """Run both once more, and return the first module with another output."""
+        self._prepare(scope, call, both)  # once more: the runs have written to their own
+        attempts = [
+            partial(self._run, scope, call.mode, both, keeps=True, original=original) for original in (False, True)
+        ]
+        runs = [self._attempt(attempt).value for attempt in attempts]
+        return "" if None in runs else comparison.first_difference(*runs)
+
+    def _error(self, scope: Scope, call: Call, verdict: Verdict) -> CheckError:
+        """Return the error of a scope's differences, the largest ones first."""
+        worst = sorted(verdict.differences, key=lambda difference: -difference.error)[:8]
+        cache = any(leaf.place.is_state for leaf in call.inputs.leaves)
+        hints = getattr(vars(scope.module).get("forward"), "hints", None)  # a style may have its own
+        return CheckError(
+            problem(str(scope), item, verdict.place, unstyled=self.unstyled, has_cache=cache, hints=hints)
+            for item in worst
+        )
+
+    def _finish(self, scope: Scope, call: Call) -> None:
+        """Report a call's verdict; from here on its mode is checked.
+
+        Raises:
+            CheckError: The model cannot be compared, and has layers that came after the plan.
+        """
+        verdict, mode = call.verdict, call.mode
+        self.results[str(scope), mode] = verdict
         if scope.is_root and not self.is_staged and verdict.stage == Stage.SHARDED:  # else the call itself will raise
             self._refuse_late_modules(scope, verdict)
         # A staged part may not run alone on full weights: other calls complete it.
-        if scope.is_root and reason and verdict.stage >= (Stage.SHARDED_BACKWARD if self.is_staged else Stage.SHARDED):
+        if scope.is_root and verdict.reason and verdict.stage >= Stage.SHARDED + 2 * self.is_staged:
             subject = "outputs" if verdict.stage < Stage.OUTPUTS else "gradients"
-            warnings.warn(f"{scope}: {subject} of the sharded model are not checked: {reason}", stacklevel=5)
-        return verdict.stage >= Stage.OUTPUTS
+            warnings.warn(f"{scope}: {subject} of the sharded model are not checked: {verdict.reason}", stacklevel=5)
+        if not (scope.is_root and verdict.reason == ALIKE):  # the next call is checked
+            scope.done[mode] = call.size
+        if scope.is_root and not self.is_staged and mode[1] and verdict.local:
+            watch_loss(scope.module, verdict.local, self.axis)
 
     def _refuse_late_modules(self, scope: Scope, verdict: Verdict) -> None:
         """Refuse an incomparable model with layers added after the plan: adapters, mostly.
@@ -413,108 +584,15 @@ class Checker:
             hint = "add layers first, then call apply_plan with a style for them: for LoRA, LoRAParallel on the pair"
             raise CheckError([Problem("model-changed", str(scope), found=text, hint=hint)])
 
-    # ------------------------------------------------------------------ both runs
-
-    def _verdict(self, scope: Scope, inputs: Inputs, mode: Mode, *, lively: bool) -> Verdict:
-        """Compare both runs in the first possible way; the same verdict on every rank."""
-        small = sum(full_numel(p) for p in scope.module.parameters()) <= FLOAT64_LIMIT
-        best = Verdict()
-        # Some code takes one type only (grouped products of experts no float64), and in half precision routers round
-        # to other experts. Inside a run in float64 the run around it, in its own type, covers this.
-        types = (torch.float64, torch.float32, None) if small else (None,)
-        for dtype in types[:1] if IN_FLOAT64.get() else types:
-            verdict = self._compared(scope, inputs, Way(mode, dtype, lively, small))
-            if verdict.stage == Stage.ALL:
-                return verdict
-            best = verdict if verdict.stage >= best.stage else best
-        return best
-
-    def _compared(self, scope: Scope, inputs: Inputs, way: Way) -> Verdict:
-        may_leave, has_partial = self.may_leave or not scope.is_root, scope.has_partial_output
-        comparison = Comparison(self.axis, has_partial, may_leave, only_first=not scope.is_root)
-        verdict = Verdict(compared=comparison.compared, blank=comparison.blank)
-        with ExitStack() as stack:
-            constants = stack.enter_context(self._isolated())
-            ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.lively))
-            wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.lively))
-            weights = self.agreed(lambda: Weights(scope.module, self.axis, way.dtype, lively=way.lively))
-            constants.epsilon = 0.0  # copying is no part of the runs
-            if ours is None or wanted is None or weights is None:
-                return verdict.failed(self.failure)
-
-            def run(*, original: bool, traced: bool = False) -> Run | None:
-                copies = wanted if original else ours
-                result: Run | None = self.agreed(
-                    lambda: self._run(scope, copies, way, weights, constants, original=original, traced=traced)
-                )
-                return result
-
-            # The original of a small scope runs first. It has no collectives: an error on one rank reaches all ranks,
-            # instead of leaving the others waiting in the sharded run. For a large scope it uses verified regions
-            # sharded, so the sharded run comes first and verifies them.
-            reference = run(original=True) if way.small else None
-            original_failure = self.failure
-            if way.small and reference is None:
-                self._raise_lone_error(scope)
-                if way.dtype is not None:
-                    return verdict.failed(original_failure)
-            sharded = run(original=False)
-            failure, place = self.failure, self._place()
-            if sharded is None and (way.dtype is not None or self.failed_by_plan):
-                return verdict.failed(failure)
-            if not way.small:
-                reference = run(original=True)
-                original_failure = self.failure
-            if sharded is None:
-                if reference is not None:
-                    verdict.differences = self.union([Difference("raises", place, math.inf, failure)])
-                return verdict.failed(failure)
-            verdict.stage = Stage.SHARDED
-            if reference is None:
-                return verdict.failed(original_failure)
-            if scope.is_root and not self.is_staged and way.mode[0] and constants.has_drawn:
-                self._compare_generators(scope)
-            verdict.stage = Stage.OUTPUTS
-            comparison.tolerance = self.tolerance(constants)
-            differences, outputs = comparison.outputs(sharded, reference)
-            verdict.differences = self.union(differences)
-            if any(one.kind == "output" for one in verdict.differences):  # repeat both, traced
-                ours = self.agreed(lambda: inputs.copies(way.dtype, full=False, noise=way.lively))
-                wanted = self.agreed(lambda: inputs.copies(way.dtype, full=True, noise=way.lively))
-                one, other = run(original=False, traced=True), run(original=True, traced=True)
-                if one is not None and other is not None:
-                    verdict.place = comparison.first_difference(one, other)
-            full = [output.layout == "full" for output in outputs if output.is_output]
-            verdict.is_closed = len(full) > 0 and all(full)
-            if not verdict.differences and way.mode[1]:
-                (ones, starts), (its, its_starts) = cotangents(outputs, self.axis)
-                if ones:
-                    with self._original():  # a checkpoint runs forwards again
-                        if not self.agreed(lambda: sharded.backward(ones, starts, ours.leaves)):
-                            return verdict.failed(self.failure)
-                        verdict.stage = Stage.SHARDED_BACKWARD
-                        if not self.agreed(lambda: reference.backward(its, its_starts, wanted.leaves)):
-                            return verdict.failed(self.failure)
-                    comparison.tolerance = 10 * self.tolerance(constants)  # gradients are sums over the batch
-                    verdict.differences = self.union(comparison.gradients(sharded, reference, ours, wanted))
-            verdict.stage = Stage.ALL
-            verdict.differences = verdict.differences or self.union(comparison.buffers(sharded, reference))
-            everyone = self.axis.all_gather_objects(comparison.blank, "the check")
-            verdict.blank = [name for name in dict.fromkeys(comparison.blank) if all(name in one for one in everyone)]
-        return verdict
-
-    def _raise_lone_error(self, scope: Scope) -> None:
-        """Raise the original's error on all ranks if it raised on some of them only.
-
-        Raises:
-            CheckError: It raised on some ranks only.
-        """
-        if all(text for text, _ in self.failures):
+    def _raise_lone_error(self, scope: Scope, attempt: Attempt) -> None:
+        """Raise an original's error on all ranks if it raised on some of them only."""
+        errors = [text for text, _ in attempt.errors]
+        if all(errors) or not any(errors):
             return
         hint = "this error is one rank's own; it is raised on all ranks, so that none waits"
         raise CheckError(
             Problem("check-raises", str(scope), found=f"the original on rank {rank}: {text}", hint=hint)
-            for rank, (text, _) in enumerate(self.failures)
+            for rank, text in enumerate(errors)
             if text
         )
 
@@ -534,91 +612,69 @@ class Checker:
     def _run(
         self,
         scope: Scope,
-        copies: Copies,
-        way: Way,
-        weights: Weights,
-        constants: Precision,
+        mode: Mode,
+        both: Both,
         *,
         original: bool,
-        traced: bool,
+        keeps: bool = False,
+        record: Callable[..., None] | None = None,
     ) -> Run:
+        """Run a forward on copies, sharded or as the original."""
+        assert both.weights is not None
         others = self._checkers_below(scope.module)
-        originals = [one for checker in (*others, self) for one in (*checker.originals, *checker.successors())]
-        reverted = {one.module for one in originals}
+        originals = [item for checker in (*others, self) for item in (*checker.originals, *checker.successors())]
+        reverted = {item.module for item in originals}
         # Modules made parallel over another mesh, or without the check, stay as they are.
         opaque = {
             child
             for child in scope.module.modules()
             if child not in reverted and isinstance(vars(child).get("forward"), Forward)
         }
-        for inner in scope.inside:
+        for inner in () if scope.is_small else scope.inside:
             # Modules that share a parameter with others outside run as the original too: its gradient is one sum.
-            if not way.small and way.mode in inner.verified and not _shares(inner.module, scope.module):
+            if mode in inner.verified and not _shares(inner.module, scope.module):
                 opaque.add(inner.module)
-        self.entered.clear()
-        epsilon = constants.epsilon  # gathering weights in their own type is no part of the run
-        run = Run(
-            scope.module,
-            self.standing,
-            weights,
-            originals=originals if original else None,
-            opaque=frozenset(opaque if original else ()),
-            skipped=scope,
-            entered=None if original and not traced else self.entered,
-            traced=traced,
-        )
-        constants.epsilon = epsilon
-        token = IN_FLOAT64.set(IN_FLOAT64.get() or (way.dtype is not None and not original))
-        try:
-            # Both runs draw alike: Python's and NumPy's numbers are not torch operations, so they are not constants.
-            with random_state_restored(), self._original() if original else nullcontext():
+        trace = Trace(self.present, keeps=keeps)
+        with without_dispatch_modes():  # gathering weights in their own type is no part of the run
+            run = Run(
+                scope.module,
+                both.weights,
+                trace,
+                originals=originals if original else None,
+                opaque=frozenset(opaque if original else ()),
+            )
+        copies = both.copies[original]
+        # Both runs draw alike: Python's and NumPy's numbers are not torch operations, so they are not constants.
+        with random_state_restored(), running(Running(original, record)):
+            try:
                 run.forward(copies.args, copies.kwargs)
-        finally:
-            IN_FLOAT64.reset(token)
+            except Exception:
+                both.place = both.place if original else trace.place()
+                raise
         return run
 
     def successors(self) -> list[Original]:
         """Return modules in the places of changed ones, of the same kinds. They are copies, with our forwards."""
-        changed = {self.names[one.module]: one for one in self.originals if one.module in self.names}
-        late = {module: changed.get(name) for module, name in self.standing.items() if module not in self.names}
-        return [replace(one, module=new) for new, one in late.items() if one is not None and type(new) is one.kind]
-
-    def _place(self) -> str:
-        """Return the innermost module of the sharded run's error, with global shapes of its parameters."""
-        if not self.entered:
-            return ""
-        module = self.entered[-1]
-        shapes = []
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                shapes.append(f"{key} {list((sharding_info_of(parameter) or parameter).shape)}")
-        return " ".join([self.standing.get(module, ""), f"({', '.join([type(module).__name__, *shapes])})"]).strip()
+        changed = {self.names[item.module]: item for item in self.originals if item.module in self.names}
+        late = {module: changed.get(name) for module, name in self.present.items() if module not in self.names}
+        return [replace(item, module=new) for new, item in late.items() if item is not None and type(new) is item.kind]
 
     def _checkers_below(self, module: nn.Module) -> list[Checker]:
         """Return checkers of other calls for modules below, over the same mesh."""
         hooks = (hook for child in module.modules() for hook in child._forward_pre_hooks.values())
         checkers = {hook.checker: None for hook in hooks if isinstance(hook, Scope) and hook.is_root}
-        return [one for one in checkers if one is not self and one.axis.mesh == self.axis.mesh]
+        return [item for item in checkers if item is not self and item.axis.mesh == self.axis.mesh]
 
     @contextmanager
-    def _original(self) -> Iterator[None]:
-        """Skip checks of scopes within."""
-        token = IN_ORIGINAL.set(True)
-        try:
-            yield
-        finally:
-            IN_ORIGINAL.reset(token)
-
-    @contextmanager
-    def _isolated(self) -> Iterator[ConstantRandomness]:
+    def _isolated(self, mode: Mode) -> Iterator[ConstantRandomness]:
         """Leave nothing of the runs in generators, in autograd's hooks, or in autocast's cache."""
-        kind, grad, modes = self.axis.mesh.device_type, torch.is_grad_enabled(), dispatch_modes()
+        kind, modes = self.axis.mesh.device_type, dispatch_modes()
         with ExitStack() as stack:
             stack.enter_context(random_state_restored())
             if "torch._dynamo" in sys.modules:  # compiled blocks cannot run under a mode
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(torch.set_grad_enabled(mode[1]))
             stack.enter_context(torch.autocast(kind, enabled=False))
             # The innermost hooks count: a checkpoint around the call would take the runs' saved tensors for its own.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
@@ -629,41 +685,34 @@ class Checker:
 
     def tolerance(self, runs: Precision) -> float:
         """Return the relative tolerance: rounding of the coarsest type in the runs of all ranks."""
-        epsilons = self.axis.all_gather_objects(runs.epsilon, "the check")
-        epsilon = float(max(epsilons))
+        epsilon = float(max(self.axis.all_gather_objects(runs.epsilon, "the check")))
         return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
 
-    def agreed(self, act: Callable[[], Any]) -> Any:
-        """Return the result of an action; None if it raised on any rank."""
-        result, failure = None, ("", False)
+    def _attempt(self, act: Callable[[], Any]) -> Attempt:
+        """Run an action on all ranks, and exchange its errors."""
+        result, error = None, ("", False)
         try:
             result = act()
-        except CheckError:
-            raise  # of a region inside; on every rank
-        except Exception as error:
-            line, *more = str(error).splitlines() or [""]
-            text = " ".join([f"{type(error).__name__}: {line}", *(more[:1] if line.endswith(":") else ())])
-            failure = text, isinstance(error, PlanError)
-        self.failures = self.axis.all_gather_objects(failure, "the check")
-        first = next((one for one in self.failures if one[0]), None)
-        if first is not None:
-            self.failure, self.failed_by_plan = first
-            return None
-        return result
+        except Exception as raised:
+            line, *more = str(raised).splitlines() or [""]
+            text = " ".join([f"{type(raised).__name__}: {line}", *(more[:1] if line.endswith(":") else ())])
+            error = text, isinstance(raised, PlanError)
+        errors = tuple(self.axis.all_gather_objects(error, "the check"))
+        return Attempt(None if any(text for text, _ in errors) else result, errors)
 
     def union(self, found: list[Difference]) -> list[Difference]:
         """Return the largest differences of all ranks, one list for every rank."""
         everyone = self.axis.all_gather_objects(found, "the check")
         worst: dict[tuple[str, str], Difference] = {}
-        for difference in (one for rank in everyone for one in rank):
+        for difference in (item for rank in everyone for item in rank):
             key = (difference.kind, difference.name)
             if key not in worst or worst[key].error < difference.error:
                 worst[key] = difference
         return list(worst.values())
 
 
+# In the order of their plans.
 _CHECKERS: WeakKeyDictionary[Checker, None] = WeakKeyDictionary()
-"""In the order of their plans."""
 
 
 def live_checkers() -> list[Checker]:
@@ -687,8 +736,8 @@ def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> Non
     if isinstance(module, DistributedDataParallel) and submodule is not None:
         refuse_plain_ddp(submodule)
     for checker in [*_CHECKERS]:
-        if module in checker.standing and submodule is not module._modules.get(name):
-            checker.forget()
+        if module in checker.present and submodule is not module._modules.get(name):
+            checker.check_again()
 
 
 def refuse_plain_ddp(module: nn.Module) -> None:
@@ -711,25 +760,25 @@ def refuse_plain_ddp(module: nn.Module) -> None:
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     for checker in [*_CHECKERS]:
-        if module in checker.standing:
+        if module in checker.present:
             old = module._parameters.get(name)
             # One of the same shape only has new values, as from `load_state_dict(assign=True)`.
             if old is None or old.shape != parameter.shape:
-                checker.forget()
+                checker.check_again()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def _note_compiled(scope: Scope, training: bool) -> None:
     """Report a mode compiled before its check. The compiler runs this once for each traced graph."""
     mode, checker = (training, torch.is_grad_enabled()), scope.checker
-    if mode in scope.done or IN_ORIGINAL.get() or (str(scope), mode) in checker.results:
+    if mode in scope.done or RUNNING or (str(scope), mode) in checker.results:
         return
-    checker.results[str(scope), mode] = Result(f"compiled before its first call; {EAGER_CALL}")
+    checker.results[str(scope), mode] = Verdict(failure=f"compiled before its first call; {EAGER_CALL}")
     warnings.warn(f"{scope}: compiled before its first call, so it is unchecked: {EAGER_CALL}", stacklevel=2)
 
 
+# Remedy for a compiled model: a checked call.
 EAGER_CALL = 'call it once inside of torch.compiler.set_stance("force_eager")'
-"""Remedy for a compiled model: a checked call."""
 
 
 def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
@@ -772,22 +821,24 @@ def install_check(checker: Checker, model: nn.Module, plan: TPPlan, regions: lis
     Returns:
         Functions to remove them.
     """
-    unstyled = frozenset(left.name for left in plan.unstyled)
+    checker.unstyled = frozenset(left.name for left in plan.unstyled)
     scopes = [Scope(checker, "", model, is_root=True)]
     scopes += [Scope(checker, name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
     for scope in scopes:
         below = [planned for planned in plan.modules if is_below(planned.name, scope.name)]
         own = next((planned for planned in below if planned.name == scope.name), None)
+        layouts, names, inner_dims = dict[str, Placement](), tuple[str, ...](), tuple[int, ...]()
         if own is not None:
-            scope.declared = {name: flow.src for name, flow in own.spec.inputs}
-            scope.names = own.info.arguments
+            layouts, names = {name: flow.src for name, flow in own.spec.inputs}, own.info.arguments
         # A row-wise layer's features come from the column-wise layer before it; other shards come in from outside.
-        flows = [flow for one in below for _, flow in one.spec.inputs if (flow.src, flow.dst) != (Shard(-1), Shard(-1))]
-        if not any(isinstance(layout, Shard) for layout in scope.declared.values()):
-            scope.inner_dims = tuple({flow.src.dim: None for flow in flows if isinstance(flow.src, Shard)})
+        flows = [
+            flow for item in below for _, flow in item.spec.inputs if (flow.src, flow.dst) != (Shard(-1), Shard(-1))
+        ]
+        if not any(isinstance(layout, Shard) for layout in layouts.values()):
+            inner_dims = tuple({flow.src.dim: None for flow in flows if isinstance(flow.src, Shard)})
+        scope.declared = Declared(layouts, names, inner_dims)
         outputs = [flow for planned in below for flow in planned.spec.outputs if flow is not None]
         scope.has_partial_output = any(flow.dst.is_partial() for flow in outputs)
-        scope.unstyled = unstyled
         scope.inside = [other for other in scopes if other.name != scope.name and is_below(other.name, scope.name)]
         scope.install()
     checker.scopes = scopes
@@ -800,54 +851,3 @@ def _shares(inner: nn.Module, outer: nn.Module) -> bool:
     below = set(inner.modules())
     outside = (m for m in outer.modules() if m not in below)
     return any(id(p) in inside for m in outside for p in m._parameters.values())
-
-
-# ---------------------------------------------------------------------------------------------- texts
-
-
-HINTS = {
-    "output": "FusedColwiseParallel where a weight has several sections (q, k, v; gate, up); local head counts"
-    " (GQAParallel, or view(..., -1, head_size)) where heads are divided; ColwiseParallel(output_layouts=Replicate())"
-    " for what needs all features",
-    "gradient": "each rank has a partial sum of this gradient: NoParallel(sum_gradient=True) for its module (norms= of"
-    " GQAParallel), or a style that shards it",
-    "input-gradient": "the ranks' gradients of the input are not summed: a module takes a shard's part of it unstyled",
-    "raises": "a layer after a column-wise one takes its shard: RowwiseParallel() for it, or"
-    " ColwiseParallel(output_layouts=Replicate()) for the one before; RowwiseParallel(input_layouts=Replicate())"
-    " for a full input; local sizes where code has numbers of its own; BlockParallel(shard={name: dim}) for a module's"
-    " own parameter of each head or channel (sinks, scales of [heads, 1, 1])",
-    "cache": "a filled key-value cache comes in with all heads (prefix tuning of peft makes one), where a rank's cache"
-    " holds its own: PromptTuningConfig and LoRA are right",
-    "buffer": "each rank updates it from its own shard",
-    "attribute": "the forward leaves it behind, computed from one rank's shard: compute it from full outputs, or reduce"
-    " it over the tensor-parallel ranks",
-    "shard-leaves": "every rank would go on with its own features: output_layouts=Replicate() gives full outputs;"
-    " output_layouts=Shard(-1) declares that shards are meant (vocab_parallel_cross_entropy takes them); attention"
-    " weights are of this rank's heads: all of them come after undo()",
-}
-
-
-def _problem(scope: Scope, difference: Difference, place: str, *, has_cache: bool) -> Problem:
-    name = (
-        f"{scope} {difference.name}" if "output" in difference.name or "input" in difference.name else difference.name
-    )
-    code = {"shard-leaves": "shard-leaves", "raises": "check-raises"}.get(difference.kind, "check-mismatch")
-    reason = f"{difference.kind} differs from the original module's by {difference.error:.2g} (run on full weights)"
-    if difference.detail:
-        reason = f"{difference.kind}: {difference.detail}, run on full weights"
-    if difference.kind == "output" and place:
-        reason += f"; both part first at the output of {place}"
-    if difference.kind == "shard-leaves":
-        reason = f"a shard leaves the model as a plain tensor: {difference.detail}"
-    if difference.kind == "raises":
-        name, reason = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
-    hints = getattr(vars(scope.module).get("forward"), "hints", None) or HINTS  # a style may have its own
-    hint = hints["cache" if difference.kind == "raises" and has_cache else difference.kind]
-    if "mixed torch.Tensor and DTensor" in difference.detail:
-        hint = "one of both is a DTensor: PrepareModuleInput(use_local_output=True) for plain parameters; a style of"
-        hint += " your own that makes DTensors of parameters prepares the inputs too (distribute_module(input_fn=...))"
-    if difference.kind == "gradient" and difference.name not in scope.unstyled and hints is HINTS:
-        hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
-    return Problem(
-        code, name, found=f"in region {str(scope)!r}: {reason}", hint=hint + '; check="never" skips the check'
-    )

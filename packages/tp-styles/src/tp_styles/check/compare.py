@@ -77,25 +77,25 @@ class Comparison:
         shapes = self.axis.all_gather_objects([(tuple(x.shape), isinstance(x, DTensor)) for _, x in ours], "the check")
         differences: list[Difference] = []
         outputs: list[Output] = []
-        for index, ((place, one), (_, other)) in enumerate(zip(ours, wanted, strict=True)):
+        for index, ((place, actual), (_, other)) in enumerate(zip(ours, wanted, strict=True)):
             is_output = index < count
             kind = "output" if is_output else "attribute"
             name = "-> output" + (place.path or (f" {index}" if count > 1 else "")) if is_output else place.path
-            layout = _layout(one, other, [shape[index] for shape in shapes])
+            layout = _layout(actual, other, [shape[index] for shape in shapes])
             if layout is None:  # neither full nor a shard
                 if is_output and not (self.only_first and index) and not place.is_state:
-                    detail = f"shape {tuple(one.shape)} on rank {self.axis.rank}, {tuple(other.shape)} originally"
+                    detail = f"shape {tuple(actual.shape)} on rank {self.axis.rank}, {tuple(other.shape)} originally"
                     differences.append(Difference("output", name, math.inf, detail))
                 continue
-            is_shard = isinstance(layout, Shard) and not isinstance(one, DTensor)
+            is_shard = isinstance(layout, Shard) and not isinstance(actual, DTensor)
             if is_shard and is_output and not self.may_leave and not place.is_state:
-                detail = f"{tuple(one.shape)} of {tuple(other.shape)}"
+                detail = f"{tuple(actual.shape)} of {tuple(other.shape)}"
                 differences.append(Difference("shard-leaves", name, math.inf, detail))
                 continue
-            full = self.gathered(one.detach(), layout, [shape[index][0] for shape in shapes])
+            full = self.gathered(actual.detach(), layout, [shape[index][0] for shape in shapes])
             difference = error(full, other.detach())
             if self.partial and self._max(difference) > self.tolerance:  # the maximum: all ranks enter
-                total = self.axis.all_reduce(one.detach().contiguous())
+                total = self.axis.all_reduce(actual.detach().contiguous())
                 if self._max(error(total, other.detach())) <= self.tolerance:
                     difference, layout = 0.0, "partial"
             if difference > self.tolerance:
@@ -103,7 +103,9 @@ class Comparison:
             self.count(name, full, largest(full_of(other)))
             # No gradient flows through a cache passed on to the next call.
             starts = not place.is_state and not any(word in place.path for word in ("past", "cache"))
-            outputs.append(Output(one, other, layout, [shape[index][0] for shape in shapes], is_output, starts))
+            outputs.append(
+                Output(actual, other, layout, [shape[index][0] for shape in shapes], is_output, starts, place.path)
+            )
         return differences, outputs
 
     def first_difference(self, sharded: Run, reference: Run) -> str:
@@ -111,14 +113,14 @@ class Comparison:
         take = getattr(vars(sharded.module).get("forward"), "take_tokens", None)  # of modules on shards of a sequence
         different = [
             name
-            for name, others in reference.outputs.items()
-            for one, full in zip(sharded.outputs.get(name, ()), others, strict=False)
-            if type(one) is type(full) is torch.Tensor
-            and one.shape == (other := full if take is None or one.shape == full.shape else take(full)).shape
-            and error(one, other) > self.tolerance
+            for name, others in reference.trace.outputs.items()
+            for actual, full in zip(sharded.trace.outputs.get(name, ()), others, strict=False)
+            if type(actual) is type(full) is torch.Tensor
+            and actual.shape == (other := full if take is None or actual.shape == full.shape else take(full)).shape
+            and error(actual, other) > self.tolerance
         ]
         everyone = self.axis.all_gather_objects(different[:1], "the check")
-        order = [*reference.outputs]  # a mistake on one rank shows later on the others
+        order = [*reference.trace.outputs]  # a mistake on one rank shows later on the others
         return min((names[0] for names in everyone if names), key=order.index, default="")
 
     def _max(self, value: float) -> float:
@@ -134,11 +136,11 @@ class Comparison:
     def gradients(self, sharded: Run, reference: Run, ours: Copies, wanted: Copies) -> list[Difference]:
         """Return differences of gradients of inputs and parameters, after both backwards."""
         pairs: list[GradientPair] = []
-        for index, (one, other) in enumerate(zip(ours.leaves, wanted.leaves, strict=True)):
+        for index, (actual, other) in enumerate(zip(ours.leaves, wanted.leaves, strict=True)):
             if other.grad is not None:
-                gradient = one.grad if one.grad is not None else torch.zeros_like(one)
+                gradient = actual.grad if actual.grad is not None else torch.zeros_like(actual)
                 layout = ours.layouts[index]
-                shapes = self.axis.all_gather_objects(tuple(one.shape), "the check")
+                shapes = self.axis.all_gather_objects(tuple(actual.shape), "the check")
                 full = self.gathered(gradient, layout, shapes)
                 pairs.append(
                     GradientPair("input-gradient", f"input {index}", full, other.grad, largest(full_of(other.grad)))
@@ -179,10 +181,10 @@ class Comparison:
         """Return differences of buffers of one shape."""
         differences = []
         for key, wanted in reference.buffers.items():
-            one = sharded.buffers.get(key)
-            if one is not None and one.shape == wanted.shape and not isinstance(one, DTensor):
-                difference = error(one, wanted)
-                self.count(".".join(filter(None, key)), one, largest(full_of(wanted)))
+            actual = sharded.buffers.get(key)
+            if actual is not None and actual.shape == wanted.shape and not isinstance(actual, DTensor):
+                difference = error(actual, wanted)
+                self.count(".".join(filter(None, key)), actual, largest(full_of(wanted)))
                 if difference > self.tolerance:
                     differences.append(Difference("buffer", ".".join(filter(None, key)), difference))
         return differences
@@ -224,8 +226,8 @@ def gradient_differences(pairs: list[GradientPair], tolerance: float, floor: flo
     return differences
 
 
+# Norm of a difference, relative to the gradient's: of two independent halves of a sum each is off by 0.7.
 ONE_RANKS_PART = 0.4
-"""Norm of a difference, relative to the gradient's: of two independent halves of a sum each is off by 0.7."""
 
 
 def full_of(x: torch.Tensor) -> torch.Tensor:
@@ -243,10 +245,17 @@ class Output:
     shapes: list[tuple[int, ...]]
     is_output: bool = True
     starts_backward: bool = True
+    path: str = ""
+
+    @property
+    def is_local_shard(self) -> bool:
+        """True for features of one rank in a plain tensor."""
+        is_plain = self.is_output and not isinstance(self.sharded, DTensor)
+        return is_plain and self.layout == Shard(self.sharded.dim() - 1)
 
 
 def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[Any]]:
-    """Return (outputs, gradients) of the sharded run and of the reference."""
+    """Return [outputs, gradients] of the sharded run and of the reference."""
     ours: list[Any] = [[], []]
     wanted: list[Any] = [[], []]
     for output in outputs:
@@ -274,10 +283,10 @@ def _like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, like.device_mesh, placements, src_data_rank=None)
 
 
-def error(one: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
+def error(actual: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
     """Return the largest difference, relative to the largest value of `other` (and `floor`)."""
     other = full_of(other)
-    return relative_error(one, other, norm=math.inf, floor=floor, any_dtype=True)
+    return relative_error(actual, other, norm=math.inf, floor=floor, any_dtype=True)
 
 
 def largest(x: torch.Tensor) -> float:
@@ -287,13 +296,13 @@ def largest(x: torch.Tensor) -> float:
     return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
 
 
-def _layout(one: torch.Tensor, other: torch.Tensor, metas: list[tuple[tuple[int, ...], bool]]) -> Any:
+def _layout(actual: torch.Tensor, other: torch.Tensor, metas: list[tuple[tuple[int, ...], bool]]) -> Any:
     """Return this rank's layout within the original output: `"full"`, `Shard(dim)`, or None for neither."""
     wanted = tuple(other.shape)
-    if isinstance(one, DTensor):
-        if tuple(one.shape) != wanted:
+    if isinstance(actual, DTensor):
+        if tuple(actual.shape) != wanted:
             return None
-        return next((p for p in one.placements if isinstance(p, Shard)), "full")
+        return next((p for p in actual.placements if isinstance(p, Shard)), "full")
     shapes = [shape for shape, _ in metas]
     if all(shape == wanted for shape in shapes):
         return "full"

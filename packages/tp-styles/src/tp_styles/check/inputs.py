@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from tp_styles._shared.copying import Copier
 from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.execution_check import Precision, is_random, relative_error
 from tp_styles._torch_compat import local_of, tree_map
@@ -21,16 +21,16 @@ from tp_styles.runtime.parameters import agreed_values
 from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.values import normalized
 
+# Of the largest value: kernels may round in another order on each rank.
 TOLERANCE = 1e-3
-"""Of the largest value: kernels may round in another order on each rank."""
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, slice)
 SHARED = (nn.Module, DeviceMesh, dist.ProcessGroup)
+# Levels of containers and objects that are opened. A cache holds layers, and these hold tensors.
 DEPTH = 6
-"""Levels of containers and objects that are opened. A cache holds layers, and these hold tensors."""
 
+# True if a module trains, and whether gradients are recorded.
 Mode = tuple[bool, bool]
-"""True if a module trains, and whether gradients are recorded."""
 
 
 class NotReady(Exception):
@@ -58,19 +58,19 @@ def tensors_in(value: Any, path: str = "", depth: int = 0, seen: set[int] | None
         yield Place(path, depth), value
     elif not (isinstance(value, (*PLAIN, *SHARED)) or callable(value) or depth >= DEPTH or id(value) in seen):
         seen.add(id(value))  # objects may contain themselves
-        for key, one in _entries(value):
-            yield from tensors_in(one, path + key, depth + 1, seen)
+        for key, item in _entries(value):
+            yield from tensors_in(item, path + key, depth + 1, seen)
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((f".{key}", value[key]) for key in value)
     elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{index}]", one) for index, one in enumerate(value))
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif is_dataclass(value):
         yield from ((f".{field.name}", getattr(value, field.name, None)) for field in fields(value))
     else:
-        yield from ((f".{key}", one) for key, one in getattr(value, "__dict__", {}).items())
+        yield from ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
 
 
 @dataclass
@@ -83,6 +83,7 @@ class Leaf:
         layout: The declaration of a style on the module; `Replicate()` without one; None for a DTensor.
         is_equal: It has the same values on all ranks.
         shapes: Its shape on each rank.
+        agreed: The first rank's values, if all ranks have the same metadata.
     """
 
     value: torch.Tensor
@@ -90,6 +91,7 @@ class Leaf:
     layout: Placement | None
     is_equal: bool = True
     shapes: tuple[tuple[int, ...], ...] = ()
+    agreed: torch.Tensor | None = None
 
     @property
     def takes_noise(self) -> bool:
@@ -166,7 +168,8 @@ class Inputs:
             leaf.shapes = tuple(shape for shape, _, _ in kinds)
             same = len(set(kinds)) == 1
             if same and not isinstance(leaf.value, DTensor):  # same metadata: all ranks broadcast
-                same = is_close(leaf.value.detach(), agreed_values(leaf.value.detach(), self.axis, 0))
+                leaf.agreed = agreed_values(leaf.value.detach(), self.axis, 0)
+                same = is_close(leaf.value.detach(), leaf.agreed)
             equal.append(same)
         verdicts = self.axis.all_gather_objects(equal, "the check")  # one verdict on all ranks
         for index, leaf in enumerate(self.leaves):
@@ -196,10 +199,28 @@ class Inputs:
         values = [leaf.value for leaf in self.leaves if leaf.value.numel() > 1 and not isinstance(leaf.value, DTensor)]
         return bool(values) and all(not x.is_floating_point() and bool((x == x.flatten()[0]).all()) for x in values)
 
+    def detach(self) -> None:
+        """Take copies of all arguments: the forward may write to them before they are used.
+
+        Values that are equal but for rounding become those of the first rank.
+        """
+        for leaf in self.leaves:
+            value = leaf.value.detach()
+            if isinstance(value, DTensor):
+                leaf.agreed = as_dtensor(
+                    local_of(value).clone(), value.device_mesh, value.placements, value.shape, value.stride()
+                )
+            elif isinstance(leaf.layout, Shard) or leaf.agreed is None or not leaf.is_equal:
+                leaf.agreed = value.clone()
+            leaf.agreed.requires_grad_(leaf.value.requires_grad)
+        self.args, self.kwargs = self._with([leaf.agreed for leaf in self.leaves])
+        for leaf in self.leaves:
+            assert leaf.agreed is not None
+            leaf.value = leaf.agreed
+
     def copies(self, dtype: torch.dtype | None, *, full: bool, noise: bool) -> Copies:
-        """Return detached copies of all arguments: this rank's own, or the global ones."""
+        """Return copies of detached arguments: this rank's own, or the global ones."""
         leaves: list[torch.Tensor] = []
-        memo: dict[int, Any] = {}
         for leaf in self.leaves:
             with torch.no_grad():
                 value = self._value(leaf, full=full)
@@ -208,12 +229,15 @@ class Inputs:
                 if dtype is not None and value.is_floating_point():
                     value = value.to(dtype)
             leaves.append(value.detach().requires_grad_(leaf.value.requires_grad))
-            # A clone: a forward may write to its input, and autograd protects leaves.
-            memo[id(leaf.value)] = leaves[-1].clone() if leaf.value.requires_grad else leaves[-1]
-        _share(self.args, memo)  # first: deepcopy takes shared objects from the memo
-        _share(self.kwargs, memo)
-        args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
+        # Clones: a forward may write to its input, and autograd protects leaves.
+        args, kwargs = self._with([leaf.clone() if leaf.requires_grad else leaf for leaf in leaves])
         return Copies(args, kwargs, leaves, [leaf.layout for leaf in self.leaves])
+
+    def _with(self, values: list[torch.Tensor | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return copies of all arguments with other tensors; modules and functions in them are shared."""
+        replaced: dict[int, Any] = {id(leaf.value): value for leaf, value in zip(self.leaves, values, strict=True)}
+        result: tuple[Any, Any] = Copier(replaced, shared=SHARED).copy((self.args, self.kwargs))
+        return result
 
     def _value(self, leaf: Leaf, *, full: bool) -> torch.Tensor:
         value = leaf.value.detach()
@@ -222,9 +246,7 @@ class Inputs:
                 return value.full_tensor().clone()
             local = local_of(value).clone()  # no gradient, no shared memory
             return as_dtensor(local, value.device_mesh, value.placements, value.shape, value.stride())
-        if not isinstance(leaf.layout, Shard):
-            return agreed_values(value, self.axis, 0).clone()  # equal, but for rounding
-        if not full:
+        if not full or not isinstance(leaf.layout, Shard):
             return value.clone()
         return self.axis.all_gather(value, leaf.layout.dim, [shape[leaf.layout.dim] for shape in leaf.shapes])
 
@@ -239,20 +261,11 @@ class Copies:
     layouts: list[Placement | None]
 
 
-def _share(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
-    """Put modules, meshes, groups and functions among arguments in a memo, for copies to share."""
-    if isinstance(value, SHARED) or callable(value):
-        memo[id(value)] = value
-    elif not isinstance(value, (torch.Tensor, *PLAIN)) and depth < DEPTH:
-        for _, one in _entries(value):
-            _share(one, memo, depth + 1)
-
-
-def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+def is_close(item: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
     """True if two tensors of one shape have equal values up to rounding."""
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)  # ids and masks have no rounding
-    return relative_error(one, other, norm=float("inf")) <= tolerance
+    if not (item.is_floating_point() or item.is_complex()):
+        return torch.equal(item, other)  # ids and masks have no rounding
+    return relative_error(item, other, norm=float("inf")) <= tolerance
 
 
 def varied(like: torch.Tensor, phase: float = 0.0) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tp_styles._shared.consensus import named_collective
 from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.norms import BRIDGED
+from tp_styles._shared.sectioned_tensor import SectionedTensor
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import is_compiling, is_fake, local_of
@@ -28,17 +29,20 @@ from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import ShardParameter, split_of
 from tp_styles.runtime.redistribute import TPGroup
 
+# Name of a parameter, its gradient or a section of it, and the number of neighbouring ranks that hold the same.
 Piece = tuple[str, torch.Tensor, int]
-"""Name of a parameter, its gradient or a section of it, and the number of neighbouring ranks that hold the same."""
 
+# Kernels, parameters and their `requires_grad` of each group: a verdict holds as long as they stay.
 Groups = list[tuple[Any, ...]]
-"""Kernels, parameters and their `requires_grad` of each group: a verdict holds as long as they stay."""
 
+# The last step at which gradients of replicas are compared.
 LAST = 1024
-"""The last step at which gradients of replicas are compared."""
 
+# Number of parameters of optimizers whose state dicts hold sections.
+_known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+# Groups of the last verdict, and the steps since.
 _checked: WeakKeyDictionary[Optimizer, tuple[Groups, int]] = WeakKeyDictionary()
-"""Groups of the last verdict, and the steps since."""
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -57,7 +61,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(p.is_meta or is_stale(p) for p in parameters):
             return  # a stale one raises in the step
         _refuse(optimizer)
-        _place_state(optimizer)
         steps = 0
     _checked[optimizer] = groups, steps + 1
     # A gradient may be zero on all ranks at first, behind a projection of zeros: 1, 2, 4, 8 ... steps are compared.
@@ -65,8 +68,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _compare_replicas(optimizer)
 
 
+# From now on check each optimizer at its steps; installed once for the process.
 check_optimizers = functools.cache(functools.partial(register_optimizer_step_pre_hook, _before_step))
-"""From now on check each optimizer at its steps; installed once for the process."""
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -104,6 +107,22 @@ def _refuse(optimizer: Optimizer) -> None:
         raise PlanError(problems)
 
 
+def _keep_sections(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    count = sum([len(group["params"]) for group in optimizer.param_groups])
+    before = _known.get(optimizer)
+    if is_compiling() or before == count:
+        return
+    _known[optimizer] = count
+    _place_state(optimizer)
+    if before is None:
+        optimizer.register_state_dict_post_hook(_with_sections)
+        optimizer.register_load_state_dict_post_hook(_place_state)
+
+
+# From now on optimizers' state dicts hold sections of fused shards, and full state is taken apart: also unchecked.
+keep_sections = functools.cache(functools.partial(register_optimizer_step_pre_hook, _keep_sections))
+
+
 def _place_state(optimizer: Optimizer) -> None:
     """Take this rank's part of full state tensors: `load_state_dict` has read the file of one process."""
     for parameter, state in optimizer.state.items():
@@ -114,12 +133,41 @@ def _place_state(optimizer: Optimizer) -> None:
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != shape:
                 continue
+            if isinstance(value, SectionedTensor):  # what `_with_sections` gave, loaded by this optimizer or a new one
+                if value._sharding_info == info:
+                    state[key] = value.plain()
+                    continue
+                value = value.full_tensor()
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
                 state[key] = distribute_tensor(value.clone(), mesh, placements, src_data_rank=None)
             elif info is not None and value.shape != parameter.shape:
                 split, axis = split_of(info), TPGroup(info.mesh)
                 state[key] = split.take(value, axis.rank, axis.size)
+
+
+class OptimizerShard(SectionedTensor):
+    """State of a fused shard in an optimizer's state dict: DCP saves each section under its place in the full weight.
+
+    A plain local tensor would be taken for a replica, and every rank would resume with one rank's moments.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain local tensor: a file of one rank stays one, and reading it needs no class of ours."""
+        return self.plain().__reduce_ex__(protocol)
+
+
+def _with_sections(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Give state tensors of fused shards their sections, in a new state dict; the optimizer's own stay plain."""
+    for index, parameter in enumerate(_parameters(optimizer)):
+        info, state = sharding_info_of(parameter), state_dict["state"].get(index)
+        if info is not None and info.sections and isinstance(parameter, ShardParameter) and state is not None:
+            state_dict["state"][index] = {
+                key: OptimizerShard.of(value, info)
+                if type(value) is torch.Tensor and value.shape == parameter.shape
+                else value
+                for key, value in state.items()
+            }
 
 
 # ---------------------------------------------------------------------------------------------- replicas
@@ -192,8 +240,10 @@ def _compare_norms(axis: TPGroup, pieces: list[Piece]) -> None:
             high, low = float(norms.max()), float(norms.min())
             if high - low > tolerance * high and high > 1e-5 * largest:
                 reason = f"gradient norms {[float(f'{x:.4g}') for x in norms.tolist()]} on ranks that hold the same"
-                hint = "each rank has a partial sum: NoParallel(sum_gradient=True) for its module (norms= of"
-                hint += " GQAParallel); clip with tp_styles.clip_grad_norm_: torch's may take the norm of one's shards"
+                hint = (
+                    "each rank has a partial sum: NoParallel(sum_gradient=True) for its module (norms= of"
+                    " GQAParallel); clip with tp_styles.clip_grad_norm_: torch's may take the norm of one's shards"
+                )
                 problems.append(Problem("gradients-differ", name, found=reason, hint=hint))
                 break
     if problems:

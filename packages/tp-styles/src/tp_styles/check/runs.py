@@ -25,13 +25,13 @@ from tp_styles.check.weights import Weights
 from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.install import TABLES, DisableFastPath
 
+# FQN of a module and name of its parameter or buffer.
 Key = tuple[str, str]
-"""FQN of a module and name of its parameter or buffer."""
 
 INTERNAL = frozenset(vars(nn.Module()))
 HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks"
+# Containers that modules hold in objects, by identity, with their contents.
 Objects = dict[int, tuple[Any, list[Any]]]
-"""Containers that modules hold in objects, by identity, with their contents."""
 FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 
 
@@ -52,55 +52,83 @@ class Original:
     foreign_hooks: set[int] = field(default_factory=set)
 
 
+class Trace:
+    """Modules with a forward in progress, and what the others returned.
+
+    Args:
+        names: FQN of every module.
+        keeps: Keep the first output of every module.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str], *, keeps: bool) -> None:
+        self.names, self.keeps = names, keeps
+        self.entered: list[nn.Module] = []
+        self.outputs: dict[str, list[Any]] = {}
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Run as the first pre-hook of a module: after an error the module stays listed."""
+        self.entered.append(module)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Run as the last hook of a module."""
+        while self.entered and self.entered.pop() is not module:
+            pass  # the forward of a module inside has raised, and the module around it has caught the error
+        if self.keeps:
+            name = self.names.get(module) or type(module).__name__
+            self.outputs.setdefault(name, []).append(next((x.detach() for _, x in tensors_in(output)), None))
+
+    def place(self) -> str:
+        """Return the innermost module of an error, with global shapes of its parameters."""
+        if not self.entered:
+            return ""
+        module = self.entered[-1]
+        shapes = []
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                shapes.append(f"{key} {list((sharding_info_of(parameter) or parameter).shape)}")
+        return " ".join([self.names.get(module, ""), f"({', '.join([type(module).__name__, *shapes])})"]).strip()
+
+
 class Run:
     """Copies of a module's state, sharded or full, and the output computed with them.
 
     Args:
         module: The module.
-        names: FQN of every module.
         weights: Makes the copies.
+        trace: Gets the modules that are entered, and names them.
         originals: Changes of the plan, for a run of the original; else None.
         opaque: Modules left sharded in a run of the original, with all below them.
-        skipped: Hook that does not run.
-        entered: Gets modules with a forward in progress, the innermost last.
-        traced: Keep outputs of all modules in `outputs`; with `entered`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        names: Mapping[nn.Module, str],
         weights: Weights,
+        trace: Trace,
         *,
         originals: list[Original] | None = None,
         opaque: frozenset[nn.Module] = frozenset(),
-        skipped: object = None,
-        entered: list[nn.Module] | None = None,
-        traced: bool = False,
     ) -> None:
         self.module = module
-        self.traced = traced
-        self.outputs: dict[str, list[Any]] = {}
+        self.trace = trace
         self.output: Any = None
         self.written: dict[str, torch.Tensor] = {}
-        self._names = names
         self._weights = weights
-        self._entered = entered
+        self._listens = originals is None or trace.keeps  # hooks would keep an original from torch's fast paths
         self.parameters: dict[Key, nn.Parameter] = {}
         self.buffers: dict[Key, torch.Tensor] = {}
-        self._skipped = skipped
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
         self._state: dict[nn.Module, dict[str, Any]] = {}
         self._objects: Objects = {}
         for value in contextvars.copy_context().values():  # hooks of transformers collect outputs there
             _remember(value, self._objects)
         self._restored_only = set(self._objects)
-        stays = {below for one in opaque for below in one.modules()}
+        stays = {below for entry in opaque for below in entry.modules()}
         before = {original.module: original for original in originals or ()}
         copies: dict[tuple[int, bool], nn.Parameter] = {}
         for current in module.modules():
             reverted = originals is not None and current not in stays
-            self._state[current] = self._prepared(current, names.get(current, ""), reverted, before, copies)
+            self._state[current] = self._prepared(current, trace.names.get(current, ""), reverted, before, copies)
 
     # ------------------------------------------------------------------ state to swap in
 
@@ -139,12 +167,13 @@ class Run:
         foreign = original.foreign_hooks if original is not None else set()
         for table in HOOK_TABLES:
             hooks = vars(module)[table]
-            left_out = {key for key, hook in hooks.items() if hook is self._skipped or _of_fsdp(hook)}
+            left_out = {key for key, hook in hooks.items() if _of_fsdp(hook)}
             if reverted:
                 left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
             remaining = [item for item in hooks.items() if item[0] not in left_out]
-            if self._entered is not None:  # first and last of all: after an error the module stays listed
-                remaining = [(-1, self._enter), *remaining] if "pre" in table else [*remaining, (-1, self._leave)]
+            if self._listens:
+                pre = "pre" in table
+                remaining = [(-1, self.trace.enter), *remaining] if pre else [*remaining, (-1, self.trace.leave)]
             state[table] = remaining, []
             for hook in hooks.values():  # e.g. lists in a user's hook
                 for cell in getattr(hook, "__closure__", None) or ():
@@ -197,7 +226,7 @@ class Run:
     def _held(self, args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors in plain attributes of modules, in lists of their hooks, and in arguments."""
         for module in self._state:
-            name = self._names.get(module, "")
+            name = self.trace.names.get(module, "")
             for key, value in vars(module).items():
                 if key not in INTERNAL and not _is_ours(value):
                     yield from ((place.path, x) for place, x in tensors_in(value, f"{name}.{key}".lstrip(".")))
@@ -205,18 +234,6 @@ class Run:
             if isinstance(value, list) and identity not in self._restored_only:
                 yield from ((place.path, x) for place, x in tensors_in(value, f"list {index}"))
         yield from ((place.path, x) for place, x in tensors_in((args, kwargs), "arguments"))
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        assert self._entered is not None
-        self._entered.append(module)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        assert self._entered is not None
-        while self._entered and self._entered.pop() is not module:
-            pass  # a check inside has caught an error
-        if self.traced:
-            name = self._names.get(module) or type(module).__name__
-            self.outputs.setdefault(name, []).append(next((x.detach() for _, x in tensors_in(output)), None))
 
     def backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
         """Fill the gradients of the copies and of the inputs; return True.
@@ -252,8 +269,8 @@ def _put(module: nn.Module, state: dict[str, Any]) -> None:
         items, order = state[key]
         table.clear()
         table.update(items)
-        for one in order:
-            table.move_to_end(one)
+        for entry in order:
+            table.move_to_end(entry)
 
 
 def has_fsdp_below(module: nn.Module) -> bool:
@@ -284,9 +301,9 @@ def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:
     if id(value) in replaced:
         return replaced[id(value)]
     if type(value) in (list, tuple, set):
-        return type(value)([_copied(one, replaced, objects) for one in value])
+        return type(value)([_copied(entry, replaced, objects) for entry in value])
     if type(value) is dict:
-        return {key: _copied(one, replaced, objects) for key, one in value.items()}
+        return {key: _copied(entry, replaced, objects) for key, entry in value.items()}
     if type(value) is torch.Tensor:
         return value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -320,7 +337,7 @@ def _items(value: Any) -> list[Any]:
         return [*value]
     state = value if isinstance(value, dict) else object.__getstate__(value)
     table = state[1] if isinstance(state, tuple) else state if state is value else {}
-    return [one for item in table.items() for one in item]
+    return [entry for item in table.items() for entry in item]
 
 
 def _restore(objects: Objects) -> None:
@@ -340,5 +357,5 @@ def _restore(objects: Objects) -> None:
                 continue
             for name in now[::2]:
                 object.__delattr__(value, name)
-            for name, one in pairs:
-                object.__setattr__(value, name, one)
+            for name, entry in pairs:
+                object.__setattr__(value, name, entry)

@@ -26,8 +26,8 @@ from tp_styles.runtime.redistribute import TPGroup
 
 DRAWABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+# A weight without a larger element hides what is behind it like one of zeros.
 TINY = 1e-5
-"""A weight without a larger element hides what is behind it like one of zeros."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +83,6 @@ class Weights:
 
     def shard(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return this rank's shard as a new leaf."""
-        with without_dispatch_modes():
-            return self._shard(parameter)
-
-    def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
         drawing = self._drawings.get(id(parameter))
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
@@ -113,10 +109,6 @@ class Weights:
 
     def full(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the full parameter as a new leaf, gathered from the shards."""
-        with without_dispatch_modes():
-            return self._full(parameter)
-
-    def _full(self, parameter: nn.Parameter) -> nn.Parameter:
         value = parameter.detach()
         if isinstance(value, DTensor):
             value = value.full_tensor()

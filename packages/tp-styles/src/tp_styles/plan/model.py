@@ -16,8 +16,8 @@ from tp_styles._torch_compat import TorchParallelStyle
 from tp_styles.problems import PlanError, Problem, StyleModuleError
 from tp_styles.values import ModuleInfo, NoTransfer, Redistribution, Split, Step, StyleSpec, is_below
 
+# Number of the JSON form that `to_json` writes.
 FORMAT = 1
-"""Number of the JSON form that `to_json` writes."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class TPPlan:
         raise kind(self.problems, f"{count} problem{'' if count == 1 else 's'} in the plan for tp_size={self.tp_size}:")
 
 
+# FQN of the innermost module around column-wise and row-wise layers -> their FQNs.
 Regions = dict[str, tuple[list[str], list[str]]]
-"""FQN of the innermost module around column-wise and row-wise layers -> their FQNs."""
 
 
 def regions_of(plan: TPPlan) -> Regions:
@@ -151,11 +151,11 @@ def shared_inputs(plan: TPPlan) -> Iterator[tuple[str, dict[Redistribution, list
             yield home, flows, own
 
 
+# Dims of an activation that a plan assumes where it has to: batch, sequence, features.
 ACTIVATION_DIMS = 3
-"""Dims of an activation that a plan assumes where it has to: batch, sequence, features."""
 
+# Stands in the repr of styles that define none, another one on each rank.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""Stands in the repr of styles that define none, another one on each rank."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def plan_module(
         return TPPlan(tp_size, problems=(Problem("mesh-mismatch", found=str(tp_size), hint="at least one rank"),))
     modules = dict(model.named_modules(remove_duplicate=False))  # shared modules: under all names
     matches, problems = match_plan(modules, plan, strict=strict)
-    problems += [_not_a_style(key, one) for key, one in styles.items() if not isinstance(one, TorchParallelStyle)]
+    problems += [_not_a_style(key, item) for key, item in styles.items() if not isinstance(item, TorchParallelStyle)]
     planned: dict[str, PlannedModule] = {}
     for name, pattern in matches.items():
         style = styles[pattern]
@@ -211,14 +211,16 @@ def _expanded(
 
 def _replicated(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> dict[str, tuple[str, ...]]:
     """Return unstyled parameters by module: leaf layers, and blocks with parameters of their own."""
-    opaque = [name for name, one in planned.items() if one.spec.compute == "foreign"]
-    claimed = {id(modules[one.name].get_parameter(key)) for one in planned.values() for key, _ in one.spec.parameters}
+    opaque = [name for name, item in planned.items() if item.spec.compute == "foreign"]
+    claimed = {
+        id(modules[item.name].get_parameter(key)) for item in planned.values() for key, _ in item.spec.parameters
+    }
     rest: dict[str, tuple[str, ...]] = {}
     for name, module in modules.items():
         # torch's attention reads the weights of its output projection itself.
         names = [key for key, _ in module.named_parameters(recurse=isinstance(module, nn.MultiheadAttention))]
         free = tuple(key for key in names if id(module.get_parameter(key)) not in claimed)
-        if free and name not in planned and not any(is_below(name, one) for one in opaque):
+        if free and name not in planned and not any(is_below(name, item) for item in opaque):
             rest[name] = free
             claimed |= {id(module.get_parameter(key)) for key in free}
     # A tied weight brings along every module with it.
@@ -286,7 +288,7 @@ def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> It
     # Experts of transformers: a rank whose rows are unaligned would raise alone, and leave the others waiting.
     kernel = getattr(getattr(module, "config", None), "_experts_implementation", "")
     is_grouped = kernel == "grouped_mm" and hasattr(module, "is_transposed")
-    for name, one in found.spec.parameters:
+    for name, item in found.spec.parameters:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
         parameter = owner._parameters.get(attribute)  # a parametrization makes it a property
@@ -306,10 +308,10 @@ def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> It
             yield Problem(
                 "already-applied", found.info.where(name), found=f"a DTensor with {parameter.placements}", hint=hint
             )
-        elif is_grouped and one.split.dim and any(n * parameter.itemsize % 16 for n in one.split.sizes(tp_size)):
-            reason = f"shards of {one.split.sizes(tp_size)} {parameter.dtype}: no multiples of 16 bytes"
+        elif is_grouped and item.split.dim and any(n * parameter.itemsize % 16 for n in item.split.sizes(tp_size)):
+            reason = f"shards of {item.split.sizes(tp_size)} {parameter.dtype}: no multiples of 16 bytes"
             hint = 'grouped products of torch take no others: set_experts_implementation("eager") of the model does'
-            yield Problem("does-not-divide", found.info.where(name), dim=one.split.dim, found=reason, hint=hint)
+            yield Problem("does-not-divide", found.info.where(name), dim=item.split.dim, found=reason, hint=hint)
 
 
 def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, PlannedModule]:

@@ -85,8 +85,8 @@ def is_rate(module: nn.Module, name: str, value: Any) -> bool:
     return name == "rate" or ("drop" in name and "path" not in name and "layer" not in name)  # drop-path: equal draws
 
 
+# Modules and names of attributes that are dropout rates.
 Rates = list[tuple[nn.Module, str]]
-"""Modules and names of attributes that are dropout rates."""
 
 
 def rates_of(modules: Iterable[nn.Module]) -> Rates:
@@ -133,9 +133,9 @@ class Region:
 
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
         """Hook of a column-wise layer. The last of its group to be called opens the stretch between shards."""
-        self.missing = [[one for one in group if one is not column] for group in self.missing]
+        self.missing = [[layer for layer in group if layer is not column] for group in self.missing]
         for group, missing in zip(self.groups, self.missing, strict=False):
-            if not missing and self.outside is None and any(one is column for one in group):
+            if not missing and self.outside is None and any(layer is column for layer in group):
                 self.outside = enter_region(self.rank, self.device)
 
     def leave(self, row: nn.Module, args: Any) -> None:

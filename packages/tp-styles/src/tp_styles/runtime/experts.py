@@ -18,8 +18,8 @@ from tp_styles.runtime.redistribute import Redistribute, TPGroup, moved_back
 from tp_styles.runtime.token_exchange import AllToAllDispatcher, RoutedTokens, TokenDispatcher
 from tp_styles.values import Redistribution, Split, Step, StyleSpec
 
+# How a module of experts takes its tokens; see `Experts.form`.
 FORMS = "indices", "one-hot", "batched", "sorted"
-"""How a module of experts takes its tokens; see `Experts.form`."""
 
 
 @dataclass(frozen=True)

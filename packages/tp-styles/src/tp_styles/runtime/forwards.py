@@ -113,9 +113,9 @@ class Forward:
         self.moves = {key: Redistribute(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
         summed = Redistribution(Replicate(), Replicate(), gradient=Partial())
         self.sums = {  # copies among the rows of a split are summed alone
-            key: (Redistribute(replace(summed, split=one.split), axis, f"{name}.{key}"), one.divide_by_tp)
-            for key, one in spec.parameters
-            if one.sum_gradient
+            key: (Redistribute(replace(summed, split=declared.split), axis, f"{name}.{key}"), declared.divide_by_tp)
+            for key, declared in spec.parameters
+            if declared.sum_gradient
         }
         self.parts = ShardCheck(module, spec, axis, name)
 

@@ -88,8 +88,8 @@ def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
 
 # ---------------------------------------------------------------------------------------------- styles of torch
 
+# Every table of hooks of a module.
 TABLES = [key for key, value in vars(nn.Module()).items() if "hooks" in key and isinstance(value, dict)]
-"""Every table of hooks of a module."""
 
 
 def apply_torch_style(
@@ -142,6 +142,7 @@ class KeyRemover:
         self.table.pop(self.key, None)
 
 
+# Names of forwards in `StyleSpec.compute`; a style of another package passes its subclass of `Forward` itself.
 FORWARDS: dict[str, type[Forward]] = {
     "column-linear": ColumnLinear,
     "picked-column-linear": ColumnLinearKVReplicated,
@@ -154,7 +155,6 @@ FORWARDS: dict[str, type[Forward]] = {
     "divided-input": DividedInput,
     "latent-kv": LatentKV,
 }
-"""Names of forwards in `StyleSpec.compute`; a style of another package passes its subclass of `Forward` itself."""
 
 
 def forward_of(spec: StyleSpec) -> type[Forward] | None:

@@ -49,6 +49,11 @@ class ShardParameter(nn.Parameter):
         result: torch.Tensor = _Full.apply(self)  # type: ignore[no-untyped-call]  # torch's Function
         return result
 
+    def ndimension(self) -> int:
+        """Refuse `nn.init.orthogonal_`, its only caller beside `eye_` and `dirac_`; overrides get `dim` for it."""
+        _refuse_full_read(torch.Tensor.ndimension, (self,), {})
+        return self.dim()
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse functions that would take the shard for the full weight; results are plain tensors."""
@@ -67,8 +72,10 @@ def _refuse_full_read(func: Any, args: Any, kwargs: Any) -> None:
         return
     dim = getattr(info.placements[0], "dim", 0)
     if name := full_read(func, args, kwargs, dim, len(info.shape)):
-        hint = "weight.full_tensor() is the full weight, with a gradient; initialise before the plan is applied, by"
-        hint += " reset_parameters() of the module, or by load_state_dict()"
+        hint = (
+            "weight.full_tensor() is the full weight, with a gradient; initialise before the plan is applied, by"
+            " reset_parameters() of the module, or by load_state_dict()"
+        )
         reason = f"{name} on one rank's shard of {list(info.shape)}"
         raise PlanError(Problem("local-shard-as-full", found=reason, hint=hint))
 
@@ -155,8 +162,10 @@ class ShardCheck:
 
 def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
     """Return the problem of a parameter in place of a shard. Norms would take it for full."""
-    hint = "norms and state dicts would take it for the full weight: write new values with copy_() or load_state_dict()"
-    hint += "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads"
+    hint = (
+        "norms and state dicts would take it for the full weight: write new values with copy_() or load_state_dict()"
+        "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads"
+    )
     return Problem("local-shard-as-full", where, found=f"{type(parameter).__name__} in place of a shard", hint=hint)
 
 

@@ -157,8 +157,8 @@ def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim=dim)
 
 
+# Size of every rank's shard along one dim.
 Sizes = tuple[int, ...]
-"""Size of every rank's shard along one dim."""
 
 
 class Redistribute:
@@ -187,9 +187,9 @@ class Redistribute:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The activation in the wanted layout, a local tensor. DTensors are moved from the layout they have."""
-        for one in self.ends:
-            if one.last is self or is_compiling():  # one graph leaves nothing behind for another
-                one.source = one.entered = None
+        for block_input in self.ends:
+            if block_input.last is self or is_compiling():  # one graph leaves nothing behind for another
+                block_input.source = block_input.entered = None
         if isinstance(x, DTensor):
             x = self.redistributed(x)
             gradient = self.flow.gradient or gradient_layout(self.flow.dst)
@@ -376,8 +376,10 @@ def refuse_transforms(name: str) -> None:
         StyleInputError: One is active.
     """
     if not is_compiling() and is_transformed():
-        hint = "torch.autograd.grad outside of transforms, and functional_call on shards, are right; undo() gives the"
-        hint += " full model"
+        hint = (
+            "torch.autograd.grad outside of transforms, and functional_call on shards, are right; undo() gives the"
+            " full model"
+        )
         problem = Problem("unsupported-option", name, found="a transform of torch.func, or forward mode", hint=hint)
         raise StyleInputError(problem)
 

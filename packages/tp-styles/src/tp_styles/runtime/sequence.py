@@ -69,8 +69,8 @@ class Order:
         ]
 
 
+# Way of a tensor -> way of its gradient.
 TRANSPOSE = {"cut": "join", "join": "cut", "gather": "scatter", "scatter": "gather", "exchange": "exchange"}
-"""Way of a tensor -> way of its gradient."""
 
 
 class SequenceMoves:
@@ -184,8 +184,10 @@ class SequenceAttention:
         q, k, v = qkv
         if q.dim() != 4 or k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
             found = f"queries {list(q.shape)}, keys {list(k.shape)}"
-            hint = "attention over this rank's tokens takes [batch, heads, tokens, size] of one length: a filled cache"
-            hint += " and cross attention have others"
+            hint = (
+                "attention over this rank's tokens takes [batch, heads, tokens, size] of one length: a filled cache"
+                " and cross attention have others"
+            )
             raise StyleInputError(Problem("shape-mismatch", name, found=found, hint=hint))
         if self.kind == "gather":
             return self._gathered(q, k, v, mask, attend, name, is_causal=is_causal)

@@ -113,12 +113,12 @@ class FullModelOnly:
         )
 
 
+# Method of a model of transformers -> the call to use.
 FULL_MODEL = {
     "save_pretrained": "on every rank save_pretrained(path, is_main_process=rank == 0,"
     " state_dict=tp_styles.full_state_dict(model))",
     "resize_token_embeddings": "resize before apply_plan; or handle.undo(), resize, and apply the plan again",
 }
-"""Method of a model of transformers -> the call to use."""
 
 
 class GlobalOnSave:
@@ -141,9 +141,9 @@ class GlobalOnSave:
         Raises:
             PlanError: A shard was replaced by a parameter without sharding metadata.
         """
-        standing = ((name, module._parameters.get(name)) for name in self.shards)
+        present = ((name, module._parameters.get(name)) for name in self.shards)
         # None, or a tensor during a functional call, is no parameter.
-        lost = {n: p for n, p in standing if isinstance(p, nn.Parameter | DTensor) and not hasattr(p, ATTRIBUTE)}
+        lost = {n: p for n, p in present if isinstance(p, nn.Parameter | DTensor) and not hasattr(p, ATTRIBUTE)}
         if lost:
             raise PlanError(lost_shard(prefix + name, parameter) for name, parameter in lost.items())
         for name in self.names:

@@ -130,15 +130,19 @@ def _without_mistakes(model: nn.Module, styles: dict[str, ParallelStyle], tp_siz
     planned = plan_styles(model, styles, tp_size)
     unstyled = {parameter.name for parameter in planned.unstyled}
     mixing = {problem.name for problem in analysis.left_whole.values() if problem.code == "partial-gradient"} & unstyled
-    homes = [name.rpartition(".")[0] for name in mixing]
-    splits = {one.info.where(name): spec.split for one in planned.modules for name, spec in one.spec.parameters}
+    dropped = [name.rpartition(".")[0] for name in mixing]
+    splits = {
+        styled.info.where(name): spec.split for styled in planned.modules for name, spec in styled.spec.parameters
+    }
     cuts = AxisCuts("tp", tp_size, {name: split for name, split in splits.items() if not split.is_replicated})
     # Inkling's own plan gives a rank rows of the gate alone, or of what it gates, where one weight holds both.
     for block in analysis.units:
         left = unstyled.intersection(block.replicated)  # norms of heads, whose gradients nobody sums (sarvam_moe)
         is_fused = block.kind == "experts" and region_of(model, block, cuts) is None
-        homes += [block.name] if (left or is_fused) and all(cut.name in cuts.splits for cut in block.cuts) else []
-    return {name: style for name, style in styles.items() if not any(is_below(name, home) for home in homes)}
+        dropped += [block.name] if (left or is_fused) and all(cut.name in cuts.splits for cut in block.cuts) else []
+    return {
+        name: style for name, style in styles.items() if not any(is_below(name, name_above) for name_above in dropped)
+    }
 
 
 def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
@@ -157,7 +161,9 @@ def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> 
     changed = True
     while changed:  # dropping a head's style drops its tied embedding's too
         modules = plan_styles(model, remaining, 2).modules
-        claimed = {one.info.where(name).rpartition(".")[0] for one in modules for name, _ in one.spec.parameters}
+        claimed = {
+            styled.info.where(name).rpartition(".")[0] for styled in modules for name, _ in styled.spec.parameters
+        }
         broken = [names & claimed for names in owners if len(names) > 1 and names - claimed and names & claimed]
         changed = any(remaining.pop(name, None) is not None for names in broken for name in names)
     return remaining

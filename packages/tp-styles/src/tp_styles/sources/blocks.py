@@ -196,8 +196,12 @@ class Conversion:
     def _has_adapters(self, region: Region, regions: list[Region]) -> bool:
         """True if blocks inside have outputs of its columns' size: they are added (zamba2)."""
         home, widths = region.block.name, {split.global_size for split in region.columns.values() if region.row}
-        inner = [one for one in regions if one.row and one.block.name != home and is_below(one.block.name, home)]
-        return any(self.module.get_parameter(one.block.rows[0].name).shape[0] in widths for one in inner)
+        inner = [
+            candidate
+            for candidate in regions
+            if candidate.row and candidate.block.name != home and is_below(candidate.block.name, home)
+        ]
+        return any(self.module.get_parameter(candidate.block.rows[0].name).shape[0] in widths for candidate in inner)
 
     def _divide(self, region: Region) -> None:
         if is_torchs(self.module, region.block):
@@ -271,8 +275,10 @@ class Conversion:
 
     def _refuse_others(self, names: set[str]) -> None:
         """Refuse sharded layers outside of all regions."""
-        hint = "it is part of no recognised block that the plan shards by columns and rows: leave it replicated. For a"
-        hint += " data-parallel axis use FSDP or shard_spec.apply_plan"
+        hint = (
+            "it is part of no recognised block that the plan shards by columns and rows: leave it replicated. For a"
+            " data-parallel axis use FSDP or shard_spec.apply_plan"
+        )
         for name in dict.fromkeys(owner_of(n) for n in self.cuts.splits if n in names):
             keys = sorted(n.rpartition(".")[2] for n in names if owner_of(n) == name)
             reason = ", ".join(f"{key}: {self.cuts.splits[below(name, key)]}" for key in keys)
@@ -310,8 +316,12 @@ def add_learned_activations(module: nn.Module, styles: dict[str, ParallelStyle])
             continue
         beside = [styles.get(below(parent, key)) for key, _ in module.get_submodule(parent).named_children()]
         # A column-wise layer that gathers its output leaves full channels.
-        columns = [one for one in beside if isinstance(one, ColwiseParallel) and one.output_layouts == (Shard(-1),)]
-        if columns and any(isinstance(one, RowwiseParallel) for one in beside):
+        columns = [
+            candidate
+            for candidate in beside
+            if isinstance(candidate, ColwiseParallel) and candidate.output_layouts == (Shard(-1),)
+        ]
+        if columns and any(isinstance(candidate, RowwiseParallel) for candidate in beside):
             styles[name] = NoParallel(sum_gradient=True)  # it runs on this rank's channels
 
 

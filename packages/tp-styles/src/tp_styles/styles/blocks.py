@@ -213,8 +213,10 @@ class LoRAParallel(ParallelStyle):
             reason, hint = f"no linear layer {', '.join(missing)}", "pass the names of the base layer, A and B"
             if self.base not in missing:  # IA3, OFT, VeRA, AdaLoRA
                 reason = f"this adapter is not supported: {info.kind.__module__}.{info.kind.__name__} has {reason}"
-                hint = "of peft's adapters LoRA is; merge others (merge_and_unload) before the plan, or leave the layer"
-                hint += " out of it; for LoRA under other names pass a= and b="
+                hint = (
+                    "of peft's adapters LoRA is; merge others (merge_and_unload) before the plan, or leave the layer"
+                    " out of it; for LoRA under other names pass a= and b="
+                )
             return StyleSpec(problems=(Problem("lora-mismatch", info.where(), found=reason, hint=hint),))
         named: dict[object, ColwiseParallel | RowwiseParallel] = {"column": ColwiseParallel(), "row": RowwiseParallel()}
         base = named[self.style] if isinstance(self.style, str) else self.style

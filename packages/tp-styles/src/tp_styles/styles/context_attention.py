@@ -25,14 +25,14 @@ from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.gradient_sum import GradientSum
 from tp_styles.runtime.sequence import SequenceAttention
 
+# Name of a module's attribute that holds its model's `ContextState`.
 STATE = "_context_parallel"
-"""Name of a module's attribute that holds its model's `ContextState`."""
 
+# Attention implementations of transformers that can run on all tokens of some heads.
 BASES = ("sdpa", "eager")
-"""Attention implementations of transformers that can run on all tokens of some heads."""
 
+# Rotary embeddings whose frequencies depend on the largest position, which is another one on each rank.
 GROWING = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the largest position, which is another one on each rank."""
 
 
 @dataclass
@@ -84,11 +84,11 @@ class ContextState:
             ACTIVE.reset(token)
 
 
+# State of the model whose forward runs: masks are made by functions that get no module.
 ACTIVE: ContextVar[ContextState | None] = ContextVar("tp_styles_context", default=None)
-"""State of the model whose forward runs: masks are made by functions that get no module."""
 
+# A module, its former attributes, and functions that remove what was added.
 Change = tuple[nn.Module, dict[str, Any], list[Callable[[], None]]]
-"""A module, its former attributes, and functions that remove what was added."""
 
 
 # ---------------------------------------------------------------------------------------------- transformers
@@ -137,8 +137,10 @@ def _problems(config: Any, name: str) -> Iterator[Problem]:
     nested = [one for one in (parameters, *parameters.values()) if isinstance(one, dict)]
     kinds = {str(one.get("rope_type", one.get("type"))) for one in nested}
     if growing := sorted(kinds & set(GROWING)):
-        hint = "the frequencies follow the longest position, which is another one on each rank: rope_type='yarn'"
-        hint += " or 'linear' have fixed ones"
+        hint = (
+            "the frequencies follow the longest position, which is another one on each rank: rope_type='yarn'"
+            " or 'linear' have fixed ones"
+        )
         yield Problem("unsupported-option", "config.rope_parameters", found=f"{', '.join(growing)}", hint=hint)
 
 
@@ -185,8 +187,10 @@ def attention_of_transformers(
         hint = "a bias between tokens is made for this rank's alone; rotary positions and masks are right"
         raise StyleInputError(Problem("unsupported-option", name, found="position_bias", hint=hint))
     if state.call is not None and query.shape[2] * axis.size != state.call.length:
-        hint = "attention over other tokens than the model's sequence (a vision tower's): ContextParallel on the text"
-        hint += " model alone"
+        hint = (
+            "attention over other tokens than the model's sequence (a vision tower's): ContextParallel on the text"
+            " model alone"
+        )
         found = f"{query.shape[2]} tokens, {state.call.length // axis.size} of the sequence"
         raise StyleInputError(Problem("shape-mismatch", name, found=found, hint=hint))
     heads = query.shape[1]
@@ -219,7 +223,7 @@ class _HeadsOf:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return self.own(value) if name == "sinks" else value
+        return self.own(value) if name == "sinks" and value is not None else value
 
 
 def mask_of_transformers(
@@ -280,12 +284,12 @@ def _rows(make: Callable[..., torch.Tensor | None], attention: SequenceAttention
 # ---------------------------------------------------------------------------------------------- own models
 
 
+# Functions that attend by themselves, where the mode cannot see.
 REFUSED = {
     F.multi_head_attention_forward: "nn.MultiheadAttention",
     torch._transformer_encoder_layer_fwd: "the fast path of nn.TransformerEncoderLayer",
     torch._native_multi_head_attention: "the fast path of nn.MultiheadAttention",
 }
-"""Functions that attend by themselves, where the mode cannot see."""
 
 
 class AttentionMode(TorchFunctionMode):

@@ -35,20 +35,20 @@ from tp_styles.styles.context_attention import (
 )
 from tp_styles.values import ModuleInfo, Redistribution, StyleSpec, describe
 
+# Names of inputs that are sharded without a word, and their dim of tokens.
 SEQUENCE_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "token_type_ids": 1, "labels": 1}
-"""Names of inputs that are sharded without a word, and their dim of tokens."""
 
+# Outputs of transformers with tokens in dim 1.
 SEQUENCE_OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
-"""Outputs of transformers with tokens in dim 1."""
 
+# Names of key-value caches in transformers. One that leaves holds this rank's tokens, and none is taken.
 CACHES = ("past_key_values", "cache")
-"""Names of key-value caches in transformers. One that leaves holds this rank's tokens, and none is taken."""
 
+# Names of modules that mix tokens other than by attention: state spaces, convolutions, token shifts.
 MIXERS = re.compile(
     "Mamba|Rwkv|RWKV|ShortConv|GatedDelta|RecurrentBlock|RgLru|LinearAttention|LightningAttention|KimiDelta|[ms]LSTM"
     "|Hyena|Retention"
 )
-"""Names of modules that mix tokens other than by attention: state spaces, convolutions, token shifts."""
 
 FULL = Replicate()
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -142,19 +142,21 @@ class ContextParallel(ParallelStyle):
         if info.name:
             hint = "apply_plan(model, mesh, ContextParallel()): it shards the inputs of the model"
             yield Problem("module-kind", info.name, found="a module inside of a model", hint=hint)
-        if is_of_transformers(info.kind):
+        mixers = ((name, k) for name, k in info.children if MIXERS.search(k.__name__) or issubclass(k, RECURRENT))
+        if (mixer := next(mixers, None)) is not None:
+            name, kind = mixer
+            hint = (
+                "it mixes tokens along the sequence, and the tokens before this rank's are elsewhere: shard the batch"
+            )
+            hint += " (FSDP2, DDP) or the heads (tensor parallelism)"
+            yield Problem("module-kind", info.where(name), found=kind.__name__, hint=hint)
+        elif is_of_transformers(info.kind):
             if not getattr(info.kind, "_supports_attention_backend", False):
                 hint = "its attention is code of its own (ALiBi, or older than the interface): no way over ranks yet"
                 yield Problem("module-kind", info.kind.__name__, found="no AttentionInterface", hint=hint)
             if "position_ids" not in known:
                 hint = "positions start at 0 on every rank: a model that takes position_ids is right"
                 yield Problem("module-kind", info.kind.__name__, found="no position_ids in forward", hint=hint)
-        for name, kind in info.children:
-            if MIXERS.search(kind.__name__) or issubclass(kind, RECURRENT):
-                hint = "it mixes tokens along the sequence, and the tokens before this rank's are elsewhere: shard the"
-                hint += " batch (FSDP2, DDP) or the heads (tensor parallelism)"
-                yield Problem("module-kind", info.where(name), found=kind.__name__, hint=hint)
-                return
 
 
 @dataclass(frozen=True)
@@ -320,7 +322,7 @@ class ContextForward(Forward):
         """Refuse inputs without a meaning for shards, by name."""
         given = {name: value for name, value in bound.items() if value is not None and value is not False}
         if self.is_hf:
-            config = self.module.config
+            config: Any = self.module.config
             for name in CACHES:
                 if name in given:
                     hint = "a cache holds this rank's tokens: generate with the model before the plan, or after undo()"

@@ -15,16 +15,16 @@ from tp_styles.runtime.token_exchange import AllToAllDispatcher, TokenDispatcher
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Section, Split, StyleSpec, describe, is_below
 
+# Classes of transformers in other forms than most: their form, and names of parameters that hold experts.
 KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "DbrxExperts": ("indices", ("mlp.w1", "mlp.v1", "mlp.w2")),  # experts beneath each other in two dims
     "JetMoeParallelExperts": ("sorted", ()),
     "Llama4TextExperts": ("batched", ()),
     "SwitchTransformersExperts": ("one-hot", ()),
 }
-"""Classes of transformers in other forms than most: their form, and names of parameters that hold experts."""
 
+# Name of a parameter below one of several numbered experts: `3.up.weight`, `expert_3.wi.weight`.
 NUMBERED = re.compile(r"^(?:(.*?)[._])?(\d+)\.")
-"""Name of a parameter below one of several numbered experts: `3.up.weight`, `expert_3.wi.weight`."""
 
 
 class ExpertParallel(ParallelStyle):
@@ -114,8 +114,10 @@ class ExpertParallel(ParallelStyle):
     ) -> list[Problem]:
         kind, where, problems = info.kind.__name__, info.where(), []
         if not count:
-            hint = "a module of experts has one block of rows for each expert in its parameters, or numbered modules:"
-            hint += " name the parameters (parameters=) and num_experts="
+            hint = (
+                "a module of experts has one block of rows for each expert in its parameters, or numbered modules:"
+                " name the parameters (parameters=) and num_experts="
+            )
             problems.append(Problem("module-kind", where, found=f"no experts in {kind}", hint=hint))
         if len(inputs) < (min(needed, 2) if self.inputs else needed) or any(
             name not in (*info.arguments, *info.keyword_only) for name in inputs

@@ -354,7 +354,10 @@ class FusedColwiseParallel(ColwiseParallel):
         self.unit = unit if isinstance(unit, int) else tuple(unit)
         self.copies = copies if isinstance(copies, int) else tuple(copies)
         given = self.sections, self.unit, self.copies
-        if not all(one > 0 if isinstance(one, int) else one and min(one) > 0 for one in given):
+        if not all(
+            size_or_sizes > 0 if isinstance(size_or_sizes, int) else size_or_sizes and min(size_or_sizes) > 0
+            for size_or_sizes in given
+        ):
             reason = f"{sections!r}, unit={unit!r}, copies={copies!r}"
             raise StyleTypeError(
                 Problem("invalid-sections", type(self).__name__, found=reason, hint="positive numbers")

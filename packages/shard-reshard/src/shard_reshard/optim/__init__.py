@@ -1,0 +1,1 @@
+"""Optimizers that read full matrices, on parameters in any layout."""

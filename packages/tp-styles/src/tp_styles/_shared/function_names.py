@@ -1,0 +1,1 @@
+../../../../../tools/shared/function_names.py
