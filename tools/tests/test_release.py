@@ -44,7 +44,11 @@ def test_a_release_sets_version_changelog_and_tag_name(clone: Clone, name: str) 
     assert about.read_text() == '__version__ = "0.2.0"\n'
     head, mark, older = before.partition("<!-- releases -->\n")
     text = (folder / "CHANGELOG.md").read_text()
-    section = "### Added\n\n" + "".join(f"- {entry}\n".replace("\n", "\n  ").rstrip(" ") for entry in added) + "\n" if added else ""
+    section = (
+        "### Added\n\n" + "".join(f"- {entry}\n".replace("\n", "\n  ").rstrip(" ") for entry in added) + "\n"
+        if added
+        else ""
+    )
     assert text.startswith(f"{head}{mark}\n## [0.2.0] - 2026-12-01\n\n{section}### ")
     assert "- A thing\n  of two lines.\n" in text.partition("\n### Fixed\n\n")[2].partition("\n##")[0]
     assert text.endswith(older)
