@@ -56,11 +56,11 @@ def elementwise_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tenso
         if any(is_sharded(parameter) for group in each.param_groups for parameter in group["params"]):
             reason = "it holds local shards, and is not known to update each element from that element alone"
             hint = (
-                "on shards use SGD, Adam, AdamW or another of torch's elementwise optimizers; if this one is elementwise,"
-                " say so: optimizer.is_elementwise = True; one that needs full matrices (Muon, Shampoo, SOAP, Adafactor,"
-                " LAMB) is right as shard_reshard.WholeMatrices(model.named_parameters(), lambda params:"
-                " torch.optim.Muon(params)), which gives each matrix one owner rank, or with full parameters: leave their"
-                " modules out of the plan"
+                "on shards use SGD, Adam, AdamW or another of torch's elementwise optimizers; if this one is"
+                " elementwise, say so: optimizer.is_elementwise = True; one that needs full matrices (Muon, Shampoo,"
+                " SOAP, Adafactor, LAMB) is right as shard_reshard.WholeMatrices(model.named_parameters(),"
+                " lambda params: torch.optim.Muon(params)), which gives each matrix one owner rank, or with full"
+                " parameters: leave their modules out of the plan"
             )
             problems.append(Problem("not-elementwise", f"optimizer: {type(each).__name__}", found=reason, hint=hint))
     return problems

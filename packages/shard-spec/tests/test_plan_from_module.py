@@ -111,7 +111,8 @@ def test_a_model_with_fused_weights_has_a_plan() -> None:
         ((Replicate(),), ((12, 1, 1),), "not-expressible"),
         ((Shard(2),), ((12, 1, 1),), "not-expressible"),
         ((Shard(0),), ("q", "k"), "invalid-sections"),
-        ((Shard(0),), ((12, 1, 1, 1),), "invalid-sections"),
+        ((Shard(0),), ((12, 12, 1, 1),), "not-expressible"),  # an expert that is in full on the second rank
+        ((Shard(0),), ((12, 1, 1, 0, 0),), "invalid-sections"),
         ((Shard(0),), ((12, 5, 1),), "invalid-sections"),
         (Shard(0), (), "invalid-sections"),
         ((Shard(0), Shard(0)), (), "argument-count"),

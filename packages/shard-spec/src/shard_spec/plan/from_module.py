@@ -91,6 +91,9 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
     if not -len(shape) <= dim < len(shape) or sum(each.size for each in sections) != shape[dim]:
         reason = f"sections {[tuple(each) for each in sections]} of dim {dim} of a tensor of shape {shape}"
         raise _not_said(reason, "the sizes of the sections have to add up to the length of the dim")
+    if any(each.first for each in sections):
+        reason = f"sections {[tuple(each) for each in sections]}: rows whose first unit is not on the first rank"
+        raise _not_said(reason, "stack such rows (numbered experts) in one tensor that is sharded along the new dim")
     copies = {each.copies for each in sections}  # one axis has one number of copies
     if len(copies) > 1:
         reason = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
