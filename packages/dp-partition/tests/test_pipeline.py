@@ -58,19 +58,21 @@ class Warm(nn.Module):
 
 @pytest.mark.ranks(2)
 def test_a_number_in_an_attribute_is_part_of_the_trace(ranks: Ranks) -> None:
-    """The original keeps the number of its only trace."""
+    """The original keeps the number of its only trace. What forward leaves in an attribute is the call's own tensor."""
     torch.manual_seed(0)
     model = Warm().to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.0)
     step = dp.compile(dp_plain_step.plain, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     x, y = torch.ones(4, 8, device=ranks.device), torch.zeros(4, 8, device=ranks.device)
-    losses = []
+    losses, left = [], []
     for temperature, traces in [(1.0, 1), (2.0, 2), (1.0, 2)]:
         model.temperature = temperature
         losses.append(step(model, optim, x, y).item())
         assert step.num_traces == traces
-        assert model.last is None, "a trace leaves nothing behind"
+        assert type(model.last) is torch.Tensor, "a trace leaves nothing of its own behind"
+        left.append(model.last)
     assert losses[0] == losses[2] == pytest.approx(4 * losses[1], rel=1e-6)
+    assert torch.equal(left[0], left[2]) and torch.equal(left[0], 2 * left[1]) and left[0].any()
 
 
 @pytest.mark.ranks(2)

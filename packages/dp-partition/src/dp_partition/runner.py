@@ -521,6 +521,8 @@ class Runner:
             reason = f"call {self.schedule.calls} has other collectives on this rank alone; the others run their graph"
             raise PlanError(Problem("ranks-disagree", self.name, found=reason, hint=HINT))
         if has_agreed or self.settings.semantics == "global" or differs:
+            if attempted is not None and not facts:  # with `mark_dynamic` a rank that runs its old graph compares too
+                facts |= self.facts(binding.plan, attempted[1], attempted[0].leaves)
 
             def outcome() -> tuple[None, Mapping[str, str]]:
                 if error is not None:
