@@ -161,6 +161,8 @@ def test_layouts_at_the_edges(ranks: Ranks, up: Replicate | Shard, down: Replica
         model,
         mesh,
         {"up": tp.ColwiseParallel(input_layouts=up), "down": tp.RowwiseParallel(output_layouts=down)},
+        # A rank's loss is its own part of a sum here, which the check cannot tell from a loss of one rank's features.
+        check="never" if down == Shard(-1) else "first",
     )
     weight = torch.linspace(0.5, 1.5, 96, dtype=torch.float64).view(2, 6, 8)
 
@@ -272,7 +274,7 @@ def test_fused_sections(ranks: Ranks) -> None:
     assert count == 5 + 36 * 9 + 8 * 13
     weight = model.get_parameter("fused.weight")
     assert not isinstance(weight, DTensor)
-    assert weight._sharding_info.sections == ((12, 1, 1),) * 3  # type: ignore[attr-defined]
+    assert weight._sharding_info.sections == ((12, 1, 1, 0),) * 3  # type: ignore[attr-defined]
     gathered = models.seeded(lambda: nn.Linear(8, 36)).double()
     alone = copy.deepcopy(gathered)
     tp.apply_plan(gathered, mesh, tp.FusedColwiseParallel((12, 24), output_layouts=Replicate()))

@@ -229,7 +229,7 @@ def test_shards_that_grouped_products_do_not_take(ranks: Ranks) -> None:
 def test_names_of_styles() -> None:
     assert todays_names({"a": "colwise_rep", "b": "rowwise"}) == {"a": "colwise_gather_output", "b": "rowwise"}
     assert set(OLDER.values()) <= set(TODAY)
-    assert len(TODAY) == 15
+    assert len(TODAY) == 17
     with pytest.raises(tp.PlanError) as caught:
         todays_names({"a": "colwis", "b": "x", "c": "rowwise"})
     assert len(caught.value.problems) == 2

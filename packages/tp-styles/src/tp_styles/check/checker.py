@@ -114,7 +114,8 @@ class Scope:
         largest, options = size_and_options(args, kwargs) if self.is_root else (1, ())
         # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
         # Shards of a batch differ in size from rank to rank: by them the ranks would decide apart.
-        grows = not any(isinstance(layout, Shard) for layout in self.declared.values())
+        layouts = self.declared.layouts.values()
+        grows = not (self.declared.inner_dims or any(isinstance(layout, Shard) for layout in layouts))
         is_new = checked and ((grows and 2 * checked <= largest) or (mode, options) not in self.options)
         if self.is_root and is_new and not self.checker.is_staged:
             for scope in self.checker.scopes:  # the regions too
