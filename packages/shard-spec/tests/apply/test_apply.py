@@ -189,7 +189,7 @@ def test_a_fused_weight_becomes_a_local_parameter(ranks: Ranks) -> None:
     assert device_mesh is mesh
     assert placements == (Shard(0),)
     assert (shape, stride) == (torch.Size((12, 4)), (4, 1))
-    assert sections == ((8, 1, 1), (2, 1, 1), (2, 1, 1))
+    assert sections == ((8, 1, 1, 0), (2, 1, 1, 0), (2, 1, 1, 0))
     for copied in (copy.deepcopy(qkv), pickle.loads(pickle.dumps(qkv))):
         assert vars(copied.weight)["_sharding_info"][2:] == (shape, stride, sections)
         assert torch.equal(copied.weight, qkv.weight)
