@@ -118,11 +118,12 @@ def test_expert_context_and_pipeline_axes() -> None:
     saved = full_memory.on(0)["parameters"] - memory.on(0)["parameters"]
     assert saved == expert_bytes * 3 // 4 + attention_bytes // 2
     moved = plan.communication(net, (16, 8))
-    gradients = {axis: sum(t.full_bytes for t in moved.transfers if t.axis == axis) for axis in ("dp", "cp", "ep")}
+    reduced = [each for each in moved.transfers if each.what == "gradients"]
+    gradients = {axis: sum(each.full_bytes for each in reduced if each.axis == axis) for axis in ("dp", "cp", "ep")}
     assert gradients["dp"] == gradients["cp"] == memory.on(0)["parameters"]
     assert gradients["ep"] == gradients["dp"] - expert_bytes // 4  # experts stay
-    assert {t.axis for t in moved.transfers if t.what == "activations"} == {"tp"}
+    assert {t.axis for t in moved.transfers if t.what == "activations"} == {"tp", "ep", "cp"}
     assert moved.count(axis="pp") == 0
     text = str(moved)
-    for remark in ("ep: experts stay", "cp: tokens of one sample", "pp: every stage counts as planned"):
+    for remark in ("tokens travel to experts and back", "pp: every stage counts as planned"):
         assert remark in text

@@ -45,7 +45,6 @@ from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import ReplicateSpec
 from shard_spec.plan.axis_roles import ROLE_BY_NAME
 from shard_spec.plan.content import PlanContent
-from shard_spec.plan.metadata import original_of
 from shard_spec.plan.resolve import examine, merged_problems, plan_problems
 
 Source: TypeAlias = Literal["scatter", "local", "meta"]
@@ -160,7 +159,6 @@ def apply_plan(
     Raises:
         PlanError: With every problem of every rank, before any change.
     """
-    module = original_of(module)
     meeting = group_of(mesh, group)
     call = Call(module, meeting, lambda layout: mesh, source, src_rank, init, seed)
 
