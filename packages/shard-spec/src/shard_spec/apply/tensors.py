@@ -59,6 +59,11 @@ def tensor_at(module: nn.Module, fqn: str) -> Any:
     return owner._parameters[name] if name in owner._parameters else owner._buffers[name]
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is a shard of a larger one already."""
+    return isinstance(tensor, DTensor) or hasattr(tensor, "_sharding_info")
+
+
 def action_of(tensor: torch.Tensor, metadata: TensorMetadata, layout: Layout | None) -> TensorAction:
     """Return the action that puts ``tensor`` into ``layout``."""
     grad = bool(tensor.requires_grad)
@@ -74,7 +79,7 @@ def missing_values(tensor: torch.Tensor, name: str, needed: bool) -> list[Proble
 
 def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
     """Return what would be lost or wrong if a DTensor replaced ``tensor``."""
-    if isinstance(tensor, DTensor) or hasattr(tensor, "_sharding_info"):  # a shard of a larger one already
+    if is_sharded(tensor):
         reason, hint = "it is sharded already", "undo that first, or leave it out of the plan"
         return [Problem("already-applied", name, found=reason, hint=hint)]
     problems = []
