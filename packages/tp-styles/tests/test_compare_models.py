@@ -216,7 +216,7 @@ def load(folder: str, **options: Any) -> Any:
     )
 
 
-@pytest.mark.extra("transformers")
+@pytest.mark.extra("transformers", "accelerate")
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.ranks(2, timeout=300)
 def test_models_of_transformers(ranks: Ranks, tmp_path: Any) -> None:
