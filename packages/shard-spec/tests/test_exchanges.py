@@ -69,6 +69,9 @@ def test_tokens_travel_to_experts_and_back_in_both_passes(ep: int, checkpointing
     tokens, passes = BATCH // ep * LENGTH, 3 if checkpointing else 2  # recomputation sends again
     assert count == LAYERS * passes * 2  # dispatch and combine
     assert sent == pytest.approx(count * tokens * CHOICES * HIDDEN * 4 * (1 - 1 / ep))
+    note = "buffers of exchanges with experts"
+    assert note in str(plan.memory(Model(), (BATCH, LENGTH), checkpointing=checkpointing))
+    assert note not in str(ShardingPlan({}, mesh={"dp": ep}).memory(Model(), (BATCH, LENGTH)))
 
 
 def test_blocks_of_experts_are_sharded_and_the_rest_is_data_parallel() -> None:

@@ -100,6 +100,8 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
         notes.append("the forward reads a choice of topk (routing): it counts as even, experts in turn by token")
     if any(each.stored_bytes is not None for each in step.metadata.parameters):
         notes.append("quantised weights: copies that kernels dequantise for a product are not counted")
+    if any(op == "all_to_all" or name == "attention" for _, op, _, name, _ in step.flow.exchanges.collectives):
+        notes.append("buffers of exchanges with experts, and of attention along a context axis, are not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
     if on_cpu and (dtype := options.get("dtype")):

@@ -111,12 +111,9 @@ class Scope:
             return
         mode = module.training, torch.is_grad_enabled()
         checked = self.done.get(mode)
-        largest, options = size_and_options(args, kwargs) if self.is_root else (1, ())
+        largest, options = size_and_options(args, kwargs, self.declared) if self.is_root else (1, ())
         # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
-        # Shards of a batch differ in size from rank to rank: by them the ranks would decide apart.
-        layouts = self.declared.layouts.values()
-        grows = not (self.declared.inner_dims or any(isinstance(layout, Shard) for layout in layouts))
-        is_new = checked and ((grows and 2 * checked <= largest) or (mode, options) not in self.options)
+        is_new = checked and (2 * checked <= largest or (mode, options) not in self.options)
         if self.is_root and is_new and not self.checker.is_staged:
             for scope in self.checker.scopes:  # the regions too
                 scope.done.pop(mode, None)
@@ -353,7 +350,7 @@ class Checker:
             CheckError: Parameters without a style differ; on every rank.
         """
         mode = scope.module.training, torch.is_grad_enabled()
-        size, _ = size_and_options(args, kwargs)
+        size, _ = size_and_options(args, kwargs, scope.declared)
         layouts, names, inner_dims = scope.declared.layouts, scope.declared.names, scope.declared.inner_dims
         try:
             inputs = Inputs(args, kwargs, self.axis, mode, layouts, names, inner_dims=inner_dims)
@@ -782,15 +779,25 @@ def _note_compiled(scope: Scope, training: bool) -> None:
 EAGER_CALL = 'call it once inside of torch.compiler.set_stance("force_eager")'
 
 
-def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Return the largest argument's elements, at least 1, and keywords that are True or learn."""
+def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any], declared: Declared) -> tuple[int, tuple[str, ...]]:
+    """Return the largest argument's elements, at least 1, and keywords that are True or learn.
+
+    Sharded dims count as one element: uneven shards differ from rank to rank, and all ranks have to decide alike. Token
+    ids (integers) are full but for a batch that is sharded along dim 0.
+    """
     largest, options = 1, []
+    dims = {*declared.inner_dims, *(each.dim for each in declared.layouts.values() if isinstance(each, Shard))}
     for index, x in enumerate((*args, *kwargs.values())):  # plain loops: a steady call asks, too
         if isinstance(x, torch.Tensor):
             if x.requires_grad:  # an input without a gradient now may have one later
                 options.append(f"gradient of {index}")
-            if x.numel() > largest:
-                largest = x.numel()
+            size = x.numel()
+            if dims:
+                ndim, is_full = x.ndim, not x.is_floating_point() and not declared.layouts
+                sharded = {dim % ndim for dim in dims if -ndim <= dim < ndim and (dim == 0 or not is_full)}
+                size = math.prod([length for dim, length in enumerate(x.shape) if dim not in sharded])
+            if size > largest:
+                largest = size
     for name, x in kwargs.items():
         if x is True:
             options.append(name)
