@@ -41,6 +41,7 @@ class OptimizerState:
         smallest: Parameters of fewer local elements have float32 slots in place of quantised ones.
         row_slots: Number of float32 numbers for each local row (row-wise Adagrad of embedding tables: 1).
         factory: Makes the optimizer of a list of parameters, for example the class; its state replaces the slots.
+        whole: True if it updates full matrices on owner ranks, by ``shard_reshard.WholeMatrices``.
     """
 
     name: str
@@ -53,6 +54,7 @@ class OptimizerState:
     smallest: int = 0
     row_slots: int = 0
     factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    whole: bool = False
 
     def cost(self, local: Shape, full: Shape, dtype: str) -> OptimizerCost:
         """Return the bytes for one parameter.
@@ -126,18 +128,24 @@ _ALIASES = {
 
 
 def state_of_name(name: str) -> OptimizerState:
-    """Return the state of an optimizer by name; ``mixed-NAME`` has a float32 master copy beside.
+    """Return the state of an optimizer by name.
+
+    ``mixed-NAME`` has a float32 master copy beside; ``whole-NAME`` updates full matrices on owner ranks.
 
     Raises:
         PlanError: ``invalid-argument``, with the names.
     """
     lower = name.lower()
-    inner = lower.removeprefix("mixed-")
+    on_owners = lower.startswith("whole-")
+    inner = lower.removeprefix("whole-" if on_owners else "mixed-")
     state = OPTIMIZERS.get(_ALIASES.get(inner, inner))
     if state is None:
-        hint = f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters), a class or an instance, "
+        hint = f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters, "
+        hint += "whole-NAME: on full matrices by WholeMatrices), a class or an instance, "
         hint += "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)"
         raise PlanError(Problem("invalid-argument", "optimizer", found=repr(name)[:200], hint=hint))
+    if on_owners:
+        return replace(state, name=f"whole-{state.name}", whole=True)
     return replace(state, name=f"mixed-{state.name}", master="float32") if inner != lower else state
 
 
@@ -249,7 +257,7 @@ def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: S
         return num_bytes, any(each.shape != shape and each.numel() > 1 for each in state), max(peak - num_bytes, 0)
 
     accepts = "foreach" in inspect.signature(factory).parameters
-    hint = "pass a mapping from patterns to optimizers, or OptimizerState(name, slots, scalar_bytes)"
+    hint = "pass a mapping from patterns to optimizers ('whole-muon': Muon by WholeMatrices), or OptimizerState(...)"
     try:
         num_bytes, factored, loop = run(local, **({"foreach": False} if accepts else {}))
         step = run(local, foreach=True)[2] if accepts else loop

@@ -24,8 +24,8 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import AlphaBetaCostModel, Link
 from shard_spec.planners.base import merge_notes
 from shard_spec.planners.megatron.blocks import Context, Cut, Options, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.linear import first_declared, places_of
 from shard_spec.planners.megatron.planner import Analysis, analyse
+from shard_spec.planners.modules.linear import first_declared, places_of
 
 CUT = "bsh"
 
@@ -249,6 +249,5 @@ class _Builder:
         """Return the channels of the residual stream, the output width of a row."""
         (row,) = unit.rows
         shape = self.parameters[row.name].shape
-        dim = int(row.placement[2:-1])  # "S(1)" -> 1
         experts = shape[0] if len(shape) == 3 else 1  # stacked experts: not channels
-        return math.prod(shape) // shape[dim] // experts
+        return math.prod(shape) // shape[row.placement.dim] // experts
