@@ -51,7 +51,7 @@ PLANS = {
     "2-D": compose(MegatronPlanner(m := MeshSpec({"fsdp": 2, "tp": 2})), FullyShardPlanner(m, "fsdp")),
     "experts": compose(ExpertParallelPlanner(e := MeshSpec({"dp": 2, "ep": 2})), FullyShardPlanner(e, ("dp", "ep"))),
 }
-KINDS = {
+KINDS: dict[str, Any] = {
     "whole-muon": torch.optim.Muon,
     "whole-adafactor": torch.optim.Adafactor,
     "whole-momentum": functools.partial(torch.optim.SGD, momentum=0.9),

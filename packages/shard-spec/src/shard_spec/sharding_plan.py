@@ -167,8 +167,7 @@ class ShardingPlan(PlanContent):
             PlanError: If the plan does not match the model, or a name is not known.
         """
         resolution = resolve(self, module)
-        own = None if isinstance(module, ModelMetadata) else module
-        static = memory_of(resolution, step, optimizer=optimizer, grads=grads, module=own)
+        static = memory_of(resolution, step, optimizer=optimizer, grads=grads, module=module)
         if batch is None:
             return static
         return _beside(static, _simulated(resolution, module, batch, step), module, grads, step)
@@ -197,10 +196,9 @@ class ShardingPlan(PlanContent):
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
         resolution = resolve(self, module)
-        own = None if isinstance(module, ModelMetadata) else module
-        static = memory_of(resolution, step, optimizer=optimizer, module=own)
+        static = memory_of(resolution, step, optimizer=optimizer, module=module)
         run = _simulated(resolution, module, batch, step)
-        choice = choose_optimizer(optimizer, resolution.metadata, own)
+        choice = choose_optimizer(optimizer, resolution.metadata, module)
         moved = communication_of(resolution, run, step, choice, topology=topology, cost_model=cost_model)
         return _beside(static, run, module, True, step), moved
 
@@ -246,8 +244,7 @@ class ShardingPlan(PlanContent):
         """
         resolution = resolve(self, module)
         run = None if batch is None else _simulated(resolution, module, batch, step)
-        own = None if isinstance(module, ModelMetadata) else module
-        choice = choose_optimizer(optimizer, resolution.metadata, own)
+        choice = choose_optimizer(optimizer, resolution.metadata, module)
         return communication_of(resolution, run, step, choice, topology=topology, cost_model=cost_model)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:

@@ -155,9 +155,6 @@ def _verdict(rows: list[Candidate], arguments: argparse.Namespace) -> str:
         return f"nothing fits: the least is {size} with {least.planner} on {least.mesh}; try {ways}"
     counted = "" if arguments.batch else "; activations are not counted: pass --batch"
     by = "time" if good[0].seconds else "bytes sent"
-    mesh = good[0].mesh.replace(" ", "")
-    return f"first by {by}: shard-spec plan {arguments.model} --mesh {mesh}{_named(good[0])}{counted}"
-
-
-def _named(row: Candidate) -> str:
-    return "" if row.planner == "replicate" else f" --planner {row.planner}"
+    mesh, planner = good[0].mesh.replace(" ", ""), good[0].planner
+    named = "" if planner == "replicate" else f" --planner {planner}"
+    return f"first by {by}: shard-spec plan {arguments.model} --mesh {mesh}{named}{counted}"

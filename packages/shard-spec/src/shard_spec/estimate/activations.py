@@ -392,8 +392,8 @@ class _TorchFunctions(TorchFunctionMode):
         if func is torch.Tensor.to and memory_of(args[0]) in self._flow.values.host:
             back = func(*args, **(kwargs or {}))  # on the accelerator again, in new memory
             return back.clone() if memory_of(back) == memory_of(args[0]) else back
-        if func is functional.multi_head_attention_forward:
-            with self:  # a mode does not see what torch's Python functions call, but this one's parts are seen
+        if func in (functional.multi_head_attention_forward, torch.autograd.backward):
+            with self:  # a mode does not see what torch's Python functions call: attention, recomputation in backward
                 return _seen_inside(func)(*args, **(kwargs or {}))
         args, kwargs = self._autocast.arguments(getattr(func, "__name__", ""), args, kwargs or {})
         return (self._attention if func is functional.scaled_dot_product_attention else func)(*args, **kwargs)

@@ -198,19 +198,13 @@ def _of_optimizer(
     """Return the exchanges of an optimizer's step, and lines about them: parameters of ZeRO-1, matrices of owners."""
     mesh, dtype = resolution.one_mesh, options.get("dtype")
     transfers, lines = [], []
-    for axis in data if options.get("zero") else ():
-        trained = [each for each in resolution.metadata.parameters if each.requires_grad and each.is_floating]
-        held = [each for each in trained if each.name in resolution.layouts]
-        size = sum(
-            each.bytes_of(prod(layout.local_shape(layout.first_rank, each.shape)), dtype)
-            for each in held
-            for layout in (resolution.layouts[each.name],)
-        )
-        if mesh.axis_size(axis) > 1:
-            transfers.append(Transfer(axis, "all_gather", "parameters", "", size, 1, mesh.axis_size(axis)))
+    for axis in (axis for axis in data if options.get("zero") and mesh.axis_size(axis) > 1):
+        trained = (each for each in resolution.metadata.parameters if each.requires_grad and each.is_floating)
+        held = ((each, resolution.layouts[each.name]) for each in trained if each.name in resolution.layouts)
+        size = sum(each.bytes_of(prod(at.local_shape(at.first_rank, each.shape)), dtype) for each, at in held)
+        transfers.append(Transfer(axis, "all_gather", "parameters", "", size, 1, mesh.axis_size(axis)))
     owned = owned_matrices(resolution, MemorySettings(optimizer, True, dtype))
-    world = mesh.world_size
-    if owned is not None and world > 1:
+    if owned is not None and (world := mesh.world_size) > 1:
         axis = next(name for name, size in mesh.axes.items() if size > 1)
         for what, total in zip(("gradients", "parameters"), owned.sent, strict=True):
             # A rank sends the mean of `total`; a full buffer is what that would be a part of.

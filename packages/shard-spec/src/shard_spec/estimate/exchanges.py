@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.fully_shard import mapped, tensors_of
 from shard_spec.estimate.roles import expert_modules
 from shard_spec.plan.resolve import Resolution
@@ -105,14 +106,21 @@ class Exchanges:
             shapes = [(*each.shape[:-2], each.shape[-2] * self._ranks, each.shape[-1]) for each in (key, value)]
             key, value = self._along_context((key, value), shapes, "all_gather", "reduce_scatter")
             return attention(query, key, value, mask)
+        if query.shape[-3] % self._ranks:
+            found, hint = (
+                f"{query.shape[-3]} heads over {self._ranks} ranks",
+                "context='gather' takes any number of heads",
+            )
+            raise PlanError(Problem("does-not-divide", "context", axis=self._context[0], found=found, hint=hint))
         shapes = [
             (*each.shape[:-3], -(-each.shape[-3] // self._ranks), each.shape[-2] * self._ranks, each.shape[-1])
             for each in (query, key, value)
         ]
         both_ways = "all_to_all", "all_to_all"
         out = attention(*self._along_context((query, key, value), shapes, *both_ways), mask)
-        (out,) = self._along_context((out,), [(*query.shape[:-1], value.shape[-1])], *both_ways)
-        return out
+        by_token = (*query.shape[:-3], query.shape[-2], query.shape[-3], value.shape[-1])  # as kernels lay it out
+        (out,) = self._along_context((out,), [by_token], *both_ways)
+        return out.transpose(-3, -2)
 
     def _along_context(
         self, tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], there: str, back: str

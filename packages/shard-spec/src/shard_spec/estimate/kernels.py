@@ -133,6 +133,6 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
     if operator not in _CONVOLUTIONS:
         return ""
     image, weight = (args[at] for at in _CONVOLUTIONS[operator])
-    small = image.shape[0] == 1 and image.numel() <= 20480
-    by_onednn = image.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not small
-    return "" if by_onednn else f"convolution{weight.dim() - 2}d in {str(image.dtype).removeprefix('torch.')}"
+    large, on = image.shape[0] > 1 or image.numel() > 20480, torch.backends.mkldnn.enabled
+    name = f"convolution{weight.dim() - 2}d in {str(image.dtype).removeprefix('torch.')}"
+    return "" if all((large, on, image.dtype == torch.float32)) else name

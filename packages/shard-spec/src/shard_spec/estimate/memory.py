@@ -22,7 +22,8 @@ from shard_spec.estimate.stages import Stages, stages_of
 from shard_spec.estimate.step_options import StepOptions
 from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import TensorMetadata, require_floating
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
@@ -246,16 +247,16 @@ def memory_of(
     *,
     optimizer: OptimizerLike = "adamw",
     grads: bool | str = True,
-    module: nn.Module | None = None,
+    module: nn.Module | ModelMetadata | None = None,
 ) -> Memory:
     """Return the bytes per rank of a resolved plan; ``module`` is needed for an optimizer's instance."""
     options = options or {}
-    dtype, zero = options.get("dtype"), _zero_axes(resolution, options)
+    dtype = options.get("dtype")
     require_floating(grads, dtype)
     choice = choose_optimizer(optimizer, resolution.metadata, module)
     settings = MemorySettings(choice, grads, dtype)
     owned, stages = owned_matrices(resolution, settings), stages_of(resolution)
-    owner_of, index_of = _sharded_state(resolution, zero)
+    zero, owner_of, index_of = _sharded_state(resolution, options)
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}
     sums = {part: [0] * len(ranks) for part in PARTS}
@@ -302,36 +303,26 @@ def owned_matrices(resolution: Resolution, settings: MemorySettings) -> Owned | 
     return owned_by_ranks(tensors, resolution.ranks) if tensors else None
 
 
-def _zero_axes(resolution: Resolution, options: StepOptions) -> tuple[str, ...]:
-    """Return the data axes of several ranks along which optimizer state is shared out."""
+def _sharded_state(
+    resolution: Resolution, options: StepOptions
+) -> tuple[tuple[str, ...], dict[str, int], dict[int, int]]:
+    """Return the axes that share out optimizer state, each parameter's owner, and each rank's number among these."""
     if not options.get("zero"):
-        return ()
-    roles = resolution.axis_roles(options.get("data_axes"))
+        return (), {}, {}
+    roles, mesh = resolution.axis_roles(options.get("data_axes")), resolution.one_mesh
     unit_transfers(resolution, roles, options)  # checks the options
-    return tuple(axis for axis in roles.data if resolution.one_mesh.axis_size(axis) > 1)
-
-
-def _sharded_state(resolution: Resolution, axes: tuple[str, ...]) -> tuple[dict[str, int], dict[int, int]]:
-    """Return the owner of each parameter's state among the ranks along ``axes``, and the number of each rank there."""
-    if not axes:
-        return {}, {}
-    mesh = resolution.one_mesh
+    axes = tuple(axis for axis in roles.data if mesh.axis_size(axis) > 1)
     places = [mesh.axis_index(axis) for axis in axes]
-    index_of: dict[int, int] = {}
-    for rank in mesh.ranks:
-        coordinate = mesh.coordinate(rank)
-        assert coordinate is not None
-        number = 0
-        for at in places:
-            number = number * mesh.shape[at] + coordinate[at]
-        index_of[rank] = number
+    shares = MeshSpec({axis: mesh.axis_size(axis) for axis in axes})  # a number for each coordinate along them
+    coordinates = {rank: mesh.coordinate(rank) or () for rank in mesh.ranks}
+    index_of = {rank: shares.rank_at([at[place] for place in places]) for rank, at in coordinates.items()}
     trained = [each for each in resolution.metadata.parameters if each.requires_grad and each.is_floating]
     sizes = {
         each.name: prod(layout.local_shape(layout.first_rank, each.shape))
         for each in trained
         if (layout := resolution.layouts.get(each.name)) is not None
     }
-    return redundancy_free(sizes, prod(mesh.shape[at] for at in places)), index_of
+    return axes, redundancy_free(sizes, shares.world_size), index_of
 
 
 def _notes(

@@ -168,7 +168,7 @@ class OptimizerChoice:
         return self.default if self.by_name is None else self.by_name.get(name, OPTIMIZERS["none"])
 
 
-def choose_optimizer(optimizer: Any, metadata: ModelMetadata, module: nn.Module | None) -> OptimizerChoice:
+def choose_optimizer(optimizer: Any, metadata: ModelMetadata, module: object) -> OptimizerChoice:
     """Return the optimizer of each parameter; see ``ShardingPlan.memory`` for the forms.
 
     Raises:
@@ -216,9 +216,7 @@ def _of_patterns(rules: Mapping[Any, Any], metadata: ModelMetadata) -> Optimizer
     return OptimizerChoice(name, OPTIMIZERS["none"], by_name)
 
 
-def _of_instance(
-    optimizer: torch.optim.Optimizer, metadata: ModelMetadata, module: nn.Module | None
-) -> OptimizerChoice:
+def _of_instance(optimizer: torch.optim.Optimizer, metadata: ModelMetadata, module: object) -> OptimizerChoice:
     """Return the choice of a live optimizer: its class, with the options of each parameter's group."""
     kind = type(optimizer)
     accepted = set(inspect.signature(kind).parameters)
@@ -229,7 +227,8 @@ def _of_instance(
         for mode in ("foreach", "fused", "capturable", "differentiable"):  # of no effect on the state's size
             options.pop(mode, None)
         states.append(OptimizerState(kind.__name__, factory=functools.partial(kind, **options)))
-    names = {} if module is None else {name: id(each) for name, each in module.named_parameters()}
+    named = module.named_parameters() if isinstance(module, nn.Module) else ()
+    names = {name: id(each) for name, each in named}
     by_name = {t.name: states[owners[names[t.name]]] for t in metadata.parameters if names.get(t.name) in owners}
     if not by_name:
         hint = f"build it from this model's parameters, or pass the class {kind.__name__} or a functools.partial of it"

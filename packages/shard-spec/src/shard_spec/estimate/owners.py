@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ class Owned:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was planned and what was assumed, a line each."""
+        """Lines about the plan of owners, and about what it assumes."""
         work, memory = self.load
         text = f"{self.count} matrices on owner ranks, as shard_reshard.WholeMatrices plans them: master copies and "
         text += f"state in full; load max/mean {work:.2f} of updates, {memory:.2f} of memory"
@@ -108,33 +109,27 @@ def matrices_of(position: int, tensor: OwnedTensor) -> list[Matrix]:
     return matrices
 
 
-class _Held:
-    """Elements of a matrix on each rank that has some; computed once for equal layouts, shapes and windows."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, dict[int, int]] = {}
-
-    def by_rank(self, tensor: OwnedTensor, window: Window) -> dict[int, int]:
-        layout, shape = tensor.layout, tensor.metadata.shape
-        key = layout, shape, window
-        if key not in self._known:
-            counts = {}
-            for rank in layout.mesh.ranks:
-                intervals = dict(enumerate(layout.intervals(rank, shape)))
-                for dim, low, high in window:
-                    cut = [(max(at, low), min(at + size, high)) for at, size in intervals[dim]]
-                    intervals[dim] = tuple((low, max(0, high - low)) for low, high in cut)
-                counts[rank] = prod(sum(size for _, size in along) for along in intervals.values())
-            self._known[key] = {rank: count for rank, count in counts.items() if count}
-        return self._known[key]
+@lru_cache(maxsize=4096)
+def held_by(layout: Layout, shape: tuple[int, ...], window: Window) -> dict[int, int]:
+    """Return the number of elements of a matrix on each rank that has some."""
+    counts = {}
+    for rank in layout.mesh.ranks:
+        intervals = dict(enumerate(layout.intervals(rank, shape)))
+        for dim, low, high in window:
+            cut = ((max(at, low), min(at + size, high)) for at, size in intervals[dim])
+            intervals[dim] = tuple((start, max(0, end - start)) for start, end in cut)
+        counts[rank] = prod(sum(size for _, size in along) for along in intervals.values())
+    return {rank: count for rank, count in counts.items() if count}
 
 
 def owned_by_ranks(tensors: Sequence[OwnedTensor], ranks: Sequence[int]) -> Owned:
     """Plan the owners of all matrices of ``tensors`` among ``ranks``, and count their bytes."""
     matrices = [matrix for at, tensor in enumerate(tensors) for matrix in matrices_of(at, tensor)]
-    held = _Held()
     position = {rank: at for at, rank in enumerate(ranks)}
-    on = [{position[r]: n for r, n in held.by_rank(tensors[m.parameter], m.window).items()} for m in matrices]
+    on = []
+    for matrix in matrices:
+        layout, shape = tensors[matrix.parameter].layout, tensors[matrix.parameter].metadata.shape
+        on.append({position[rank]: count for rank, count in held_by(layout, shape, matrix.window).items()})
     owners = _longest_first(matrices, on, len(ranks))
     size, work = len(ranks), [0] * len(ranks)
     masters, state, largest, update = [0] * size, [0] * size, [0] * size, [0] * size
@@ -148,16 +143,14 @@ def owned_by_ranks(tensors: Sequence[OwnedTensor], ranks: Sequence[int]) -> Owne
         largest[rank], update[rank] = max(largest[rank], matrix.num_bytes), max(update[rank], cost.loop)
         there += (prod(matrix.shape) - has.get(rank, 0)) * item
         back += (sum(has.values()) - has.get(rank, 0)) * item
-    owned = list(masters)
     staged = [0] * size
     for tensor in tensors:
-        for rank, count in held.by_rank(tensor, ()).items():
+        for rank, count in held_by(tensor.layout, tensor.metadata.shape, ()).items():
             rows, item = tensor.layout.local_shape(rank, tensor.metadata.shape), ITEM_BYTES[tensor.dtype]
             staged[position[rank]] += count * item
-            sums = 8 * rows[0] + count // rows[0] * item if len(rows) > 1 else 8
-            state[position[rank]] += sums
-    step = [staged[at] + 2 * min(owned[at], max(BUCKET_BYTES, largest[at])) + update[at] for at in range(size)]
-    load = tuple(max(each) * size / (sum(each) or 1) for each in (work, owned))
+            state[position[rank]] += 8 * rows[0] + count // rows[0] * item if len(rows) > 1 else 8
+    step = [staged[at] + 2 * min(masters[at], max(BUCKET_BYTES, largest[at])) + update[at] for at in range(size)]
+    load = tuple(max(each) * size / (sum(each) or 1) for each in (work, masters))
     return Owned(tuple(masters), tuple(state), tuple(step), (there, back), len(matrices), (load[0], load[1]))
 
 

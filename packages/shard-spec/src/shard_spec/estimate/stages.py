@@ -86,8 +86,7 @@ def stages_of(resolution: Resolution) -> Stages | None:
         within = any(path.startswith(f"{outer}.") for outer in inside[-1:])
         if path and kind not in ("ModuleList", "ModuleDict") and not within and len(below.get(path, "..")) < 2:
             inside.append(path)
-    mesh = next(iter(staged.values())).mesh
-    return Stages(axes[0], mesh.axis_size(axes[0]), of_module, tuple(inside))
+    return Stages(axes[0], resolution.one_mesh.axis_size(axes[0]), of_module, tuple(inside))
 
 
 def watch_stages(

@@ -75,8 +75,10 @@ class Layout:
         specs = tuple(by_axis.get(axis, REPLICATE) for axis in mesh.axis_names)
         raise_problems(_axis_problems(mesh, by_axis, specs, order))
         # With every sharding axis, or () for mesh order: equal layouts compare equal.
-        own = tuple(axis for axis, spec in zip(mesh.axis_names, specs, strict=True) if _is_ordered(spec))
-        order = tuple(axis for axis in order if _is_ordered(specs[mesh.axis_index(axis)]))
+        # A stage has all or nothing of a dim, so no order matters for its axis.
+        named = zip(mesh.axis_names, specs, strict=True)
+        own = tuple(axis for axis, spec in named if spec.dim is not None and not isinstance(spec, StageShard))
+        order = tuple(axis for axis in order if axis in own)
         full = order + tuple(axis for axis in own if axis not in order)
         order = () if not order or full == own else full
         object.__setattr__(self, "mesh", mesh)
@@ -90,7 +92,7 @@ class Layout:
     def __str__(self) -> str:
         named = list(zip(self.mesh.axis_names, self.specs, strict=True))
         text = ", ".join(f"{name}:{spec}" for name, spec in named if not isinstance(spec, StageShard))
-        stages = ", ".join(f"{axis}:{stage}" for axis, stage in self.stages.items())
+        stages = ", ".join(f"{name}:{spec.stage}" for name, spec in named if isinstance(spec, StageShard))
         text = f"{text} @ {stages}".strip() if stages else text
         return text + (f"; order={'>'.join(self.order)}" if self.order else "")
 
@@ -317,11 +319,6 @@ def _axis_problems(
     if len(set(order)) != len(order):
         problems.append(Problem("duplicate-name", "order", found=">".join(order), hint="name each axis once"))
     return problems
-
-
-def _is_ordered(spec: PlacementSpec) -> bool:
-    """Return True for axes that shard a dim: for a stage, which has all or nothing, no order matters."""
-    return spec.dim is not None and not isinstance(spec, StageShard)
 
 
 @lru_cache(maxsize=4096)
