@@ -14,6 +14,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -30,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
+    TorchDispatchMode,
     become,
     has_gradient_hooks,
     hook_views_quietly,
@@ -158,10 +160,10 @@ def optimizer_reason(optimizer: Optimizer, place: Place, full: Collection[int]) 
     for sharded in (False, True):
         try:
             updates.append(_update(optimizer, place if sharded else None, full))
+        except _CommunicatesError:
+            return f"{kind} communicates by itself, of parameters as they are on each rank"
         except Exception as error:  # of any optimizer's own code
             text = f"({type(error).__name__}: {error!s:.80})"
-            if isinstance(error, TypeError) and "is not copied" in str(error):  # of WholeMatrices, say
-                return f"{kind} cannot be tried on shards {text}"
             return f"{kind} fails {'on shards' if sharded else 'outside of the step'} {text}"
     for want, got in zip(*updates, strict=True):
         difference = relative_error(got, want)
@@ -170,6 +172,17 @@ def optimizer_reason(optimizer: Optimizer, place: Place, full: Collection[int]) 
         if difference > max(1e-4, torch.finfo(want.dtype).eps):
             return f"{kind} updates shards differently from full tensors, by {difference:.1e}"
     return ""
+
+
+class _CommunicatesError(BaseException):
+    """An optimizer communicates in its trial on full tensors. No `Exception`: its own handlers must not catch it."""
+
+
+class _NoCommunication(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise _CommunicatesError
+        return func(*args, **(kwargs or {}))
 
 
 def _update(optimizer: Optimizer, place: Place | None, full: Collection[int]) -> list[torch.Tensor]:
@@ -190,7 +203,8 @@ def _update(optimizer: Optimizer, place: Place | None, full: Collection[int]) ->
         parameter.grad = gradient
     before = [parameter.detach().clone() for parameter in parameters]
     repoint(Reach(copied), swap, lambda value: place(value) if place is not None else value)
-    with random_state_restored(), ClosedTraps():
+    silent = nullcontext() if place is not None else _NoCommunication()  # WholeMatrices has planned its messages
+    with random_state_restored(), ClosedTraps(), silent:
         torch.manual_seed(0)  # equal draws for both copies
         for _ in range(6):  # some do more in every fifth or sixth
             type(copied).step(copied)
