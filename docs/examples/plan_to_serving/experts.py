@@ -1,4 +1,7 @@
-"""`--experts N`: a mixture of experts with Muon. Whole experts and attention by heads on the ranks of `tp`, DDP over `dp`."""
+"""`--experts N`: a mixture of experts with Muon.
+
+Whole experts and attention by heads lie on the ranks of `tp`, DDP runs over `dp`.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,13 @@ def train_experts(setting: Setting, count: int) -> None:
     setting.compare_losses(run, reference, torch.float64)
     state = tp_styles.full_state_dict(model)
     if setting.world.rank == 0:
-        for name, value in alone.state_dict().items():
-            setting.comparisons.absolute(f"{name} after {setting.num_compared} steps", state[name], value, 1e-9)
+        before = new_model(config, dtype=torch.float64).to(setting.world.device).state_dict()
+        expected = alone.state_dict()
+        assert all(not torch.equal(before[name], value) for name, value in expected.items()), "a weight did not train"
+        flat, ours = (torch.cat([each[name].flatten() for name in expected]) for each in (expected, state))
+        setting.comparisons.absolute(
+            f"weights with {count} experts after {setting.num_compared} steps", ours, flat, 1e-9
+        )
     setting.pages["experts"] = {
         "The mixture: what the first call compared": "\n".join(handle.report()),
         "The mixture: which rank owns which matrix": optimizer.plan.explain(),

@@ -197,7 +197,9 @@ def _compare_text(setting: Setting, serving: nn.Module, single: nn.Module) -> No
     claim = f"greedy bytes up to the first close call ({sure})"
     setting.comparisons.equal(claim, sample.ids[:sure], expected.ids[:sure])
     setting.pages["text"] = PROMPT.decode() + sample.text
-    setting.world.say(f"\ntext that {setting.world.size} ranks serve for the prompt {PROMPT.decode()!r}:\n{setting.pages['text']!r}")
+    setting.world.say(
+        f"\ntext that {setting.world.size} ranks serve for the prompt {PROMPT.decode()!r}:\n{setting.pages['text']!r}"
+    )
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------

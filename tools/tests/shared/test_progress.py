@@ -49,7 +49,12 @@ def test_the_line_is_cleared_when_the_work_raises(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("SHARDWORKS_PROGRESS", raising=False)
-    with pytest.raises(ValueError, match="broken"), phases("load") as at:
-        at("read")
-        raise ValueError("broken")
+
+    def load() -> None:
+        with phases("load") as at:
+            at("read")
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        load()
     assert stream.getvalue().endswith("\r\x1b[K")

@@ -74,7 +74,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _compare_replicated_gradients(parameters)
     leaves = as_plain(parameters)
     if leaves and optimizer not in _stepping:
-        # Optimizers without leaves get no hook: a graph of a step (dp-partition's, say) depends on its optimizer's hooks.
+        # Optimizers without leaves get no hook: a graph of a step (dp-partition's) depends on its optimizer's hooks.
         optimizer.register_step_post_hook(_after_step)
     if leaves or optimizer in _stepping:
         _stepping[optimizer] = [*_stepping.get(optimizer, ()), *leaves]
