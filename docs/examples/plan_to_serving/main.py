@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 main.py [--steps 120] [--dp 2 --tp 2] [--experts 8] [--report demo-report]
 
 1. shard-spec plans the model; 2. tp-styles applies the plan, tp-ddp-bridge wraps it in DDP, it trains; 3. dp-partition
-trains the same step as a data-parallel graph, and with `--experts` a mixture trains with Muon; 4. shard-reshard moves the
-weights to a serving layout; 5. a report. The same step on one device is the reference throughout.
+trains the same step as a data-parallel graph, and with `--experts` a mixture trains with Muon; 4. shard-reshard moves
+the weights to a serving layout; 5. a report. The same step on one device is the reference throughout.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def page(found: dict[str, dict[str, str]]) -> str:
 torch {torch.__version__}, transformers {version}; {date.today().isoformat()}. Repeat:
 `python packages/tp-styles/benchmarks/host_models.py docs/benchmarks/tp-styles-hosts.md`.
 
-Small models of {len(found)} families are sharded by transformers alone (`DistributedConfig(tp_size=2)`, for
-mixtures also `ep_size=2`), on two ranks with gloo, and compared with one process in float32: {summary}. *Differs* names the first
+transformers alone shards small models of {len(found)} families (`DistributedConfig(tp_size=2)`, for mixtures also
+`ep_size=2`), on two ranks with gloo. Compared with one process in float32: {summary}. *Differs* names the first
 difference, *raises* the host's own error.
 
 | family | what is sharded | outcome |
