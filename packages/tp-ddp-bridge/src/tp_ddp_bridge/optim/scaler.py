@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tp_ddp_bridge._shared.consensus import named_collective
 from tp_ddp_bridge._shared.problems import own_errors
 from tp_ddp_bridge._torch_compat import LocalGradScaler
-from tp_ddp_bridge.layout import tensor_groups
+from tp_ddp_bridge.layout import as_plain, refuse_full_reads, tensor_groups
 from tp_ddp_bridge.optim.elementwise import parameters_of
 
 
@@ -28,8 +28,13 @@ class GradScaler(LocalGradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale."""
-        with own_errors():  # another package may have marked a parameter as stale
-            super().unscale_(optimizer)
+        leaves = as_plain(parameters_of(optimizer))
+        try:
+            with own_errors():  # another package may have marked a parameter as stale
+                super().unscale_(optimizer)
+        finally:
+            for leaf in leaves:
+                refuse_full_reads(leaf)
 
     def _reduce_found_inf(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
         """Let every rank take the verdict of all shards; ``found_inf`` is changed in place."""
