@@ -272,7 +272,8 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or isinstance(func, torch._ops.OpOverload):  # traced, or a traced graph's own
             return func(*args, **kwargs)
         operands = (each if isinstance(each, list | tuple) else [each] for each in (*args, *kwargs.values()))
-        shards = [each for several in operands for each in several if isinstance(each, Refusing)]
+        tensors = [each for several in operands for each in several if isinstance(each, torch.Tensor)]
+        shards = [each for each in tensors if isinstance(each, Refusing)]
         if func is UNSCALE:  # each rank would skip a step by its own shards
             _raise_full_read("the search of torch.amp.GradScaler for infinities", "use tp_ddp_bridge.GradScaler")
         # A write by index goes to the shard, as `leaf[3:].zero_()` does.
@@ -280,17 +281,18 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
             _refuse_full_read(func, args, kwargs, shard)
         for shard in shards if func in _NUMBERS or func in _READS_OF_ELEMENTS else ():
             # `bool(isnan(leaf).any())` is a question about this rank's memory; debuggers ask it of each rank.
-            if shard.dtype != torch.bool and (func in _NUMBERS or not shard.dim()):
+            if (shard.dim() or shard.dtype != torch.bool) and (func in _NUMBERS or shard.numel() == 1):
                 _raise_full_read(func.__name__, _ELEMENT)
         result = func(*args, **kwargs)
         if func in _PLAIN:
             return result
+        is_product = func in _PRODUCTS and len(shards) < len(tensors)  # with a batch
         if isinstance(result, list | tuple):  # chunks of a shard; values and indices
-            return type(result)([_as_shard_value(each, func, shards) for each in result])
-        return _as_shard_value(result, func, shards)
+            return type(result)([_as_shard_value(each, func, shards, is_product) for each in result])
+        return _as_shard_value(result, func, shards, is_product)
 
 
-def _as_shard_value(result: Any, func: Any, shards: list[Any]) -> Any:
+def _as_shard_value(result: Any, func: Any, shards: list[Any], is_product: bool) -> Any:
     if type(result) is not torch.Tensor:  # also the written one itself, of an in-place function
         return result
     memory = result.untyped_storage().data_ptr()
@@ -299,7 +301,7 @@ def _as_shard_value(result: Any, func: Any, shards: list[Any]) -> Any:
     is_number = not result.dim() and not is_view
     if is_number and (result.dtype != torch.bool or any(_is_element(shard) for shard in shards)):
         _raise_full_read(func.__name__, _ELEMENT if any(map(_is_element, shards)) else "")
-    if func in _PRODUCTS:
+    if is_product:
         return result
     value, dims = result.as_subclass(ShardValue), {_shard_dims(shard) for shard in shards}
     # A square shard's transpose has its shape too, and other strides.

@@ -7,6 +7,8 @@ without an error.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -28,10 +30,13 @@ class GradScaler(LocalGradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale."""
-        leaves = as_plain(parameters_of(optimizer))
+        with own_errors():  # another package may have marked a parameter as stale
+            super().unscale_(optimizer)
+
+    def _unscale_grads_(self, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, torch.Tensor]:
+        leaves = as_plain(parameters_of(optimizer))  # of which torch's search for infinities is refused
         try:
-            with own_errors():  # another package may have marked a parameter as stale
-                super().unscale_(optimizer)
+            return super()._unscale_grads_(optimizer, *arguments)
         finally:
             for leaf in leaves:
                 refuse_full_reads(leaf)
