@@ -76,14 +76,16 @@ def test_leaves_train_as_one_process_and_send_the_bound(ranks: Ranks) -> None:
             each.step()
         with torch.no_grad():
             alone.gate_up.weight.copy_(torch.cat([gate, up]))
-    sent = sum(sum(map(sum, event.bytes_sent)) for event in log.events if event.op == "all_to_all")
-    assert sum(ranks.gather(sent)) == optimizer.plan.lower_bound > 0
+    sent = sum(sum(event.bytes_sent) for event in log.events if event.op == "all_to_all")
+    least = [sum(each) for each in optimizer.plan.sent or ()]
+    frozen = [matrix.parameter for matrix in optimizer.plan.matrices].index("module.up.weight")
+    assert sum(ranks.gather(sent)) == optimizer.plan.lower_bound - least[frozen] > 0
     assert {matrix.name for matrix in optimizer.plan.matrices} == {
         "module.gate_up.weight:0", "module.gate_up.weight:1", "module.down.weight", "module.up.weight",
         "module.out.weight", "module.head.weight",
     }  # fmt: skip
     with pytest.raises(tp_ddp_bridge.PlanError, match="local-shard-as-full"):
-        model.get_parameter("down.weight").norm()  # leaves are leaves again after the step
+        dict(model.named_parameters())["down.weight"].norm()  # leaves are leaves again after the step
     compared = 0
     state = {name: value for name, value in tp_styles.full_state_dict(model).items()}
     for name, expected in alone.state_dict().items():
@@ -93,5 +95,5 @@ def test_leaves_train_as_one_process_and_send_the_bound(ranks: Ranks) -> None:
     assert compared == sum(value.numel() for value in alone.state_dict().values()) > 400
     again = WholeMatrices(ddp.named_parameters(), {"*.weight": muon}, in_shards=adamw)
     again.load_state_dict(optimizer.state_dict())
-    with pytest.raises(tp_ddp_bridge.PlanError, match="not-elementwise.*WholeMatrices"):
+    with pytest.raises(ValueError, match=r"not-elementwise.*WholeMatrices"):  # of either package that checks steps
         muon([p for p in ddp.parameters() if p.dim() == 2]).step()

@@ -65,7 +65,17 @@ def _rank(rank: int, folder: str, repeats: int, results: Any) -> None:
     store = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]  # public, though not declared so
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     rows = []
-    for section in (_one_tensor, _odd_shapes, _wire_bytes, _peak_memory, _many_tensors, _pairs, _experts, _small_tensor, _two_axes):
+    for section in (
+        _one_tensor,
+        _odd_shapes,
+        _wire_bytes,
+        _peak_memory,
+        _many_tensors,
+        _pairs,
+        _experts,
+        _small_tensor,
+        _two_axes,
+    ):
         rows += section(rank, repeats)
         dist.barrier()
     if rank == 0:
@@ -391,7 +401,9 @@ def _pairs(rank: int, repeats: int) -> list[dict[str, str]]:
     from shard_reshard import Pair, reshard_state_dict
 
     count, side = 8, 1024
-    weights = {f"layers.{at}.weight": (torch.randn(side // RANKS, side) / 64).to(torch.float8_e4m3fn) for at in range(count)}
+    weights = {
+        f"layers.{at}.weight": (torch.randn(side // RANKS, side) / 64).to(torch.float8_e4m3fn) for at in range(count)
+    }
     scales = {f"layers.{at}.weight_scale_inv": torch.rand(side // 128 // RANKS, side // 128) for at in range(count)}
     plain = {name: value.view(torch.int8) for name, value in weights.items()} | scales
     sizes = {name: (side, side) for name in weights} | {name: (side // 128, side // 128) for name in scales}

@@ -213,7 +213,9 @@ def _planning_rows() -> list[dict[str, str]]:
         taken = time.process_time() - start
         sent = plan.lower_bound / world / 2**30
         peer = f"sends {sent:.2f} GiB a rank; an all-gather of everything {(world - 1) * total / world / 2**30:.1f}"
-        rows.append(_row(f"plan {len(shapes)} matrices on {world} ranks, CPU time", f"<= {target} s", f"{taken:.2f} s", peer))
+        rows.append(
+            _row(f"plan {len(shapes)} matrices on {world} ranks, CPU time", f"<= {target} s", f"{taken:.2f} s", peer)
+        )
     return rows
 
 
