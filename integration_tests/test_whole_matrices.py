@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import tp_ddp_bridge
 import tp_styles
-import torch
 from ranktest import Ranks
 from shard_reshard import WholeMatrices
 from torch import nn
@@ -87,7 +87,7 @@ def test_leaves_train_as_one_process_and_send_the_bound(ranks: Ranks) -> None:
     with pytest.raises(tp_ddp_bridge.PlanError, match="local-shard-as-full"):
         dict(model.named_parameters())["down.weight"].norm()  # leaves are leaves again after the step
     compared = 0
-    state = {name: value for name, value in tp_styles.full_state_dict(model).items()}
+    state: dict[str, Any] = dict(tp_styles.full_state_dict(model).items())
     for name, expected in alone.state_dict().items():
         value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-10)

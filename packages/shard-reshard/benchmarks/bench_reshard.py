@@ -3,8 +3,8 @@
     python packages/shard-reshard/benchmarks/bench_reshard.py [--json FILE] [--repeats 7]
 
 Times are medians over pairs: each repeat times our call and its peers one after the other, so that a busy machine slows
-all of them alike. Peers: `DTensor.redistribute`, `ShardedTensor.reshard`, and the floor: a raw `all_to_all_single` of the
-same bytes and the copies that the move cannot do without, each in one call of torch.
+all of them alike. Peers: `DTensor.redistribute`, `ShardedTensor.reshard`, and the floor: a raw `all_to_all_single`
+of the same bytes and the copies that the move cannot do without, each in one call of torch.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ def _pairs(rank: int, repeats: int) -> list[dict[str, str]]:
     }
     scales = {f"layers.{at}.weight_scale_inv": torch.rand(side // 128 // RANKS, side // 128) for at in range(count)}
     plain = {name: value.view(torch.int8) for name, value in weights.items()} | scales
-    sizes = {name: (side, side) for name in weights} | {name: (side // 128, side // 128) for name in scales}
+    sizes = dict.fromkeys(weights, (side, side)) | dict.fromkeys(scales, (side // 128, side // 128))
     layouts = dict.fromkeys(sizes, "4: S(0)")
     pair = Pair("*.weight", "*.weight_scale_inv", block=(128, 128))
 
@@ -421,7 +421,7 @@ def _pairs(rank: int, repeats: int) -> list[dict[str, str]]:
 
 
 def _experts(rank: int, repeats: int) -> list[dict[str, str]]:
-    """A folder of a mixture of experts, two layers of 128 experts, beside a folder of the same bytes in plain tensors."""
+    """A folder with two layers of 128 experts, beside a folder of the same bytes in plain tensors."""
     from shard_reshard import Part, load_safetensors, save_safetensors
 
     experts, rows, columns = 128, 256, 256

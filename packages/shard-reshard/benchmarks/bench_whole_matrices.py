@@ -138,7 +138,7 @@ def _rank(rank: int, folder: str, repeats: int, results: Any) -> None:
         owned, bucket = max(optimizer.plan.owned_bytes) / 2**20, optimizer.plan.bucket_bytes / 2**20
         bound = f"<= {bucket + owned:.0f} MiB: a bucket and an owner's matrices"
         measured = f"{peaks['owners'] - peaks['floor']:.1f} MiB"
-        peer = f"the update alone {peaks['floor']:.1f} MiB; an owner's matrices {owned:.0f}, a full model {total / 2**20:.0f}"
+        peer = f"the update alone {peaks['floor']:.1f} MiB; the full model {total / 2**20:.0f} MiB"
         rows.append(_row("peak memory of a step beyond that of the update", bound, measured, peer))
         peer = f"torch's Muon on FSDP2's shards {errors['as it is']:.1e}, full_tensor() {errors['full_tensor']:.1e}"
         rows.append(_row("difference from one process / movement", "0", f"{errors['owners']:.1e}", peer))

@@ -529,7 +529,7 @@ def senders(
 
 
 def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int, me: int, hosts: Hosts) -> Iterator[Move]:
-    """Yield a box's moves to ``rank``, from one owner or in shares from several: those that rank ``me`` takes part in."""
+    """Yield a box's moves to ``rank``, from one owner or in shares from several: those of rank ``me``."""
     chosen = senders(owners, rank, sizes, itemsize, hosts)
     for sender, (offset, part) in zip(chosen, split_box(sizes, len(chosen)), strict=False):
         if me in (sender, rank):

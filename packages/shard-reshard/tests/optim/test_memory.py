@@ -19,7 +19,7 @@ def _peak(call: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
         call()
     alive = peak = 0
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]  # there after the block
+    for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
             alive += event.nbytes()
             peak = max(peak, alive)
@@ -40,7 +40,7 @@ def test_a_step_needs_its_shards_and_four_buckets(ranks: Ranks) -> None:
         if step == 0:
             assert peak >= sum(optimizer.plan.owned_bytes) // 2  # masters come into being
             continue
-        # New values are kept apart until every rank has all of its own; two exchanges are in flight, and their matrices.
+        # New values are apart until every rank has all of its own; two exchanges are in flight, and their matrices.
         shards = count * matrix // 2
         assert shards <= peak <= shards + 4 * bucket, (peak, shards, bucket)
     assert len(optimizer.plan.chunks) == 4

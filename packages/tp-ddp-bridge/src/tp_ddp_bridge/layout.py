@@ -221,7 +221,7 @@ class ShardedLeaf(Refusing, nn.Parameter):
             # The gradient stays the same object, as `p.grad is p.grad` and `p.grad.data = x` rely on it.
             if type(grad) is torch.Tensor and grad.layout is torch.strided and not torch.compiler.is_compiling():
                 grad.__class__ = ShardValue
-                grad._bridge = bridge_tag(self)
+                grad.__dict__[BRIDGED] = bridge_tag(self)
         return grad  # type: ignore[no-any-return]  # a tensor, or None
 
     def _set_grad(self, value: torch.Tensor | None) -> None:
@@ -346,12 +346,12 @@ def _raise_full_read(name: str, hint: str = "") -> NoReturn:
 
 def as_plain(tensors: Iterable[Any]) -> list[Any]:
     """Give sharded leaves among ``tensors`` and their gradients torch's classes; return these leaves."""
-    leaves = [each for each in tensors if isinstance(each, Refusing)]
+    leaves: list[Any] = [each for each in tensors if isinstance(each, Refusing)]
     for leaf in leaves:
-        leaf.__class__ = nn.Parameter if type(leaf) is ShardedLeaf else torch.Tensor  # type: ignore[assignment]
+        leaf.__class__ = nn.Parameter if type(leaf) is ShardedLeaf else torch.Tensor
         grad: Any = leaf.grad
         if type(grad) is ShardValue:
-            grad.__class__ = torch.Tensor
+            grad.__class__ = torch.Tensor  # type: ignore[assignment]
     return leaves
 
 

@@ -388,7 +388,7 @@ def test_gradients_are_refused_as_leaves_are(ranks: Ranks) -> None:
         lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
         lambda: nn.utils.clip_grad_norm_([leaf], 1e6, foreach=False),
         lambda: nn.utils.get_total_norm([leaf.grad, leaf.grad]),
-        lambda: leaf.grad.norm(),  # type: ignore[union-attr]
+        lambda: leaf.grad.norm(),
     ]
     before = [p.grad.detach().clone() for p in model.parameters()]
     for clip in clips:
@@ -427,12 +427,12 @@ def test_hooks_of_leaves_see_gradients_that_are_refused(ranks: Ranks) -> None:
     ]
     model.zero_grad()
     model(torch.ones(2, 16)).sum().backward()
-    doubled = leaf.grad.detach().clone()  # type: ignore[union-attr]
+    doubled = leaf.grad.detach().clone()
     for handle in handles:
         handle.remove()
     model.zero_grad()
     model(torch.ones(2, 16)).sum().backward()
-    assert torch.equal(doubled, leaf.grad * 2) and torch.equal(norms[0], doubled.norm())  # type: ignore[operator]
+    assert torch.equal(doubled, leaf.grad * 2) and torch.equal(norms[0], doubled.norm())
 
 
 @pytest.mark.ranks(2)
@@ -479,7 +479,7 @@ def test_leaves_are_ordinary_parameters_in_a_step_alone(ranks: Ranks) -> None:
     for _ in range(3):
         model(torch.ones(2, 16)).sum().backward()
         with pytest.raises(PlanError, match="local-shard-as-full"):
-            dict(model.named_parameters())["up.bias"].grad.mean()  # type: ignore[union-attr]
+            dict(model.named_parameters())["up.bias"].grad.mean()
         assert all(p.grad is not None for p in model.parameters())  # read before the step
         optimizer.step()
         assert set(kinds) == {nn.Parameter} and len(kinds) == 6
