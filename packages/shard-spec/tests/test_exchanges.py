@@ -133,3 +133,18 @@ def test_ulysses_exchanges_heads_for_tokens(cp: int) -> None:
         plan.communication(Model(), (BATCH, LENGTH), context="ring")
     with pytest.raises(PlanError, match="4 heads over 8 ranks"):
         ShardingPlan({}, mesh={"cp": 8}).communication(Model(), (BATCH, LENGTH), context="ulysses")
+
+
+def test_gradients_of_experts_on_other_ranks_are_not_on_this_one() -> None:
+    mesh = MeshSpec({"dp": 2, "ep": 4})
+    plan = compose(ExpertParallelPlanner(mesh), FullyShardPlanner(mesh, ("dp", "ep"))).build_plan(Model())
+    transfers = plan.communication(Model(), (BATCH, LENGTH)).transfers
+    gathered = {name: 0 for name in ("layers.0", "")}
+    for each in transfers:
+        if each.op == "all_gather" and each.name in gathered:  # along dp and ep: the larger is the full buffer
+            gathered[each.name] = max(gathered[each.name], each.full_bytes)
+    experts = EXPERTS * 2 * HIDDEN * 32 * 4
+    estimate = plan.activations(Model(), (BATCH, LENGTH))
+    # Full weights, those of the next layer, gradients, and those on their way; beside the root's.
+    assert 2 * gathered["layers.0"] < estimate.gathered_bytes <= 4 * gathered["layers.0"] + 2 * gathered[""]
+    assert experts > 2 * gathered["layers.0"]

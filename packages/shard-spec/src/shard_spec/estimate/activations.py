@@ -154,7 +154,9 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
     compute = policy["param_dtype"] or dtype
     members = units_of(resolution.metadata, units)
     scattered = {each.name for unit in sizes for each in members[unit]}
-    state, weights = _meta_state(module, resolution, model_axes, compute, gathers=gathers, scattered=scattered)
+    expert_axes = tuple(axis for axis in roles.axes("expert") if mesh.axis_size(axis) > 1)
+    more: dict[str, Any] = {"scattered": scattered, "expert_axes": expert_axes}
+    state, weights = _meta_state(module, resolution, model_axes, compute, gathers=gathers, **more)
     devices, lower = {each.device.type for each in module.parameters()}, options.get("autocast")
     autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
     context = tuple(axis for axis in roles.axes("context") if mesh.axis_size(axis) > 1)
@@ -188,7 +190,6 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
         FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
     ):
         handles = flow.sum_experts(module, resolution)
-        expert_axes = tuple(axis for axis in roles.axes("expert") if mesh.axis_size(axis) > 1)
         handles += exchanges.watch_experts(module, resolution, expert_axes)
         if step.stages is not None:
             handles += watch_stages(module, step.stages, flow.timeline.enter, flow.record, flow.timeline.in_backward)
@@ -378,6 +379,7 @@ class _TorchFunctions(TorchFunctionMode):
         super().__init__()
         # On the meta device torch would pick its unfused formula, which saves every score.
         self._flow, self._autocast, self._exchanges = flow, autocast, exchanges
+        self._has_efficient = autocast.device != "cpu"  # kernels for values of another size than keys
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and args[0].is_meta:
@@ -418,6 +420,11 @@ class _TorchFunctions(TorchFunctionMode):
             equal = q.dim() == 4 and q.shape[-1] == k.shape[-1] == v.shape[-1]
             # Torch broadcasts one head over many in the unfused formula only.
             equal = equal and (enable_gqa or q.shape[:2] == k.shape[:2] == v.shape[:2])
+            alike = q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
+            if self._has_efficient and alike and not (equal or dropout_p or mask is not None):  # values of another size
+                efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+                result: torch.Tensor = efficient(q, k, v, None, True, 0.0, is_causal, scale=scale)[0]
+                return result
             if dropout_p or not equal or (mask is not None and mask.requires_grad):
                 unfused = functional.scaled_dot_product_attention
                 return unfused(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -466,6 +473,7 @@ class _Weight:
     other: frozenset[str]  # of no use that is known
     is_weight: bool  # a matrix, not a bias
     scattered: bool  # FSDP2 scatters its gradient
+    blocks: int  # of experts on different ranks: the gradient of each lies on its own
 
 
 _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default)
@@ -764,6 +772,8 @@ class _Flow:
             return  # the exact count has none: it stays among the activations
         memory, weight = memory_of(parameter.grad), self.weights[memory_of(parameter)]
         allocation = self.alive.get(memory, -1)
+        if weight.blocks > 1:
+            self.timeline.sizes[allocation] = parameter.grad.nbytes // weight.blocks
         if weight.scattered:
             self.timeline.gathered.add(allocation)
         else:
@@ -814,6 +824,7 @@ def _meta_state(
     *,
     gathers: bool,
     scattered: set[str],
+    expert_axes: tuple[str, ...],
 ) -> tuple[dict[str, torch.Tensor], dict[int, _Weight]]:
     """Return parameters and buffers on meta, and the axes that shard each one.
 
@@ -845,6 +856,9 @@ def _meta_state(
             end |= kind == "row" and is_embedding(resolution.tensor(name))
             uses["ends" if end else kind].add(axis)
         column, row, ends, other = (frozenset(uses[kind]) for kind in ("column", "row", "ends", "cut"))
-        own = resolution.tensor(name).name
-        weights[memory_of(meta)] = _Weight(own, column, row, ends, other, len(shape) > 1, own in scattered)
+        own, experts = resolution.tensor(name).name, expert_modules(resolution.metadata.parameters)
+        layout = resolution.layouts.get(own) if own.rpartition(".")[0] in experts else None
+        sharded = () if layout is None else layout.sharded_axes
+        blocks = prod(resolution.one_mesh.axis_size(axis) for axis in expert_axes if axis in sharded)
+        weights[memory_of(meta)] = _Weight(own, column, row, ends, other, len(shape) > 1, own in scattered, blocks)
     return state, weights

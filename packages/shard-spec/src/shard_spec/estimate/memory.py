@@ -179,7 +179,7 @@ class Memory:
         groups = self.groups()  # a line for each group of ranks of equal needs
         parts = list(groups[0][1]) if groups else []
         rows = [
-            [human_ranks(ranks), human_bytes(sum(sizes.values())), *map(human_bytes, sizes.values())]
+            [_shortened(human_ranks(ranks)), human_bytes(sum(sizes.values())), *map(human_bytes, sizes.values())]
             for ranks, sizes in groups
         ]
         if len(rows) > 16:
@@ -198,6 +198,10 @@ class Memory:
         if rank not in self.ranks:
             raise PlanError(Problem("rank-outside-mesh", found=f"rank {rank}", hint="ask for a rank in memory.ranks"))
         return self.ranks.index(rank)
+
+
+def _shortened(ranks: str) -> str:
+    return ranks if len(ranks) < 28 else f"{ranks[:26]}…"
 
 
 @dataclass(frozen=True)

@@ -249,15 +249,19 @@ class FullyShardPlanner(LayoutPlanner):
         mesh: the axes of the plan.
         axis: one sharding axis or several, outermost first. Other axes replicate (a replica axis beside
             ``axis="dp_shard"`` gives hybrid sharding).
+        context: those of them along which ranks see other tokens of the same samples (context parallelism); along the
+            others they see other samples.
 
     Raises:
         PlanError: an axis is not in the mesh.
     """
 
-    def __init__(self, mesh: MeshLike | DeviceMesh, axis: str | Sequence[str] = "dp") -> None:
+    def __init__(
+        self, mesh: MeshLike | DeviceMesh, axis: str | Sequence[str] = "dp", *, context: str | Sequence[str] = ()
+    ) -> None:
         super().__init__(mesh)
-        self.axes = (axis,) if isinstance(axis, str) else tuple(axis)
-        for name in self.axes:
+        self.axes, self.context = ((each,) if isinstance(each, str) else tuple(each) for each in (axis, context))
+        for name in (*self.axes, *self.context):
             self.mesh.axis_size(name)
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
@@ -268,7 +272,9 @@ class FullyShardPlanner(LayoutPlanner):
             axes = [axis for axis in self.axes if len(self.axes) == 1 or axis not in used]
             if parameter.dim() > 0 and axes:
                 layouts[name] = Layout(self.mesh, dict.fromkeys(axes, ShardSpec(0)), axes if len(axes) > 1 else None)
-        return Decisions(layouts, axis_roles=dict.fromkeys(self.axes, "data"))
+        return Decisions(
+            layouts, axis_roles={**dict.fromkeys(self.axes, "data"), **dict.fromkeys(self.context, "context")}
+        )
 
 
 class ExpertParallelPlanner(LayoutPlanner):
