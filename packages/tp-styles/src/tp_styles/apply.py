@@ -258,6 +258,8 @@ def apply_staged(
                 changes += apply_torch_style(planned, modules[planned.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(planned, modules[planned.name], axis, new_parameters)
+        for module in modules.values():  # last: they leave modules alone that have a forward of their own
+            changes += changes_below(module)
         for submodule in model.modules():
             if hasattr(
                 type(submodule), "resize_token_embeddings"
@@ -419,7 +421,7 @@ def _apply_own(
         if change.parameters:
             _keep(change)
     changes[""].removers += install_module(planned, module, axis)
-    return [*changes.values(), *changes_below(module)]
+    return [*changes.values()]
 
 
 def _keep(change: ModuleChange) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import is_compiling
 from tp_styles.problems import Problem, StyleInputError
+from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.redistribute import TPGroup
 
 BUCKET_BYTES = 2**25
@@ -21,7 +22,8 @@ BUCKET_BYTES = 2**25
 class GradientSum:
     """Replaces a model's parameters during a forward, so that their gradients are summed over an axis.
 
-    Shards over the axis itself (whole experts of each rank) are left alone: tokens of all ranks come to them.
+    Shards over the axis itself (whole experts of each rank) are left alone: tokens of all ranks come to them. So are
+    parameters whose gradient a style of their own module sums over the axis.
 
     A parameter without a gradient on one rank (an expert without tokens) counts as zeros there. After a first backward
     in which every rank lacked one, each backward exchanges which they are: a parameter without a gradient anywhere
@@ -38,11 +40,13 @@ class GradientSum:
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
         """Replace the parameters that learn; a tied one under all its names."""
+        apart = self._summed_by_others(model)
         places = [
             (owner._parameters, key, parameter)
             for owner in model.modules()
             for key, parameter in owner._parameters.items()
-            if parameter is not None and parameter.requires_grad and not self._is_shard(parameter)
+            if parameter is not None and parameter.requires_grad
+            if not (self._is_shard(parameter) or id(parameter) in apart)
         ]
         unique = list({id(parameter): parameter for _, _, parameter in places}.values())
         if not unique or not torch.is_grad_enabled():
@@ -58,6 +62,16 @@ class GradientSum:
         finally:
             for table, key, parameter in places:
                 table[key] = parameter
+
+    def _summed_by_others(self, model: nn.Module) -> set[int]:
+        """Return parameters, by id, that another forward of the axis sums: a norm that all experts share."""
+        forwards = [(module, vars(module).get("forward")) for module in model.modules()]
+        return {
+            id(module.get_parameter(name))
+            for module, forward in forwards
+            if isinstance(forward, Forward) and forward.axis.mesh == self.axis.mesh
+            for name in forward.sums
+        }
 
     def _is_shard(self, parameter: torch.Tensor) -> bool:
         """True if the ranks of the axis hold different rows of a parameter."""
