@@ -13,6 +13,7 @@ import test_context_parallel as right
 import torch
 import torch.nn.functional as F
 import tp_styles as tp
+from context_models import Own
 from ranktest import Ranks
 from torch import nn
 from tp_styles import losses
@@ -127,7 +128,7 @@ def stale_mask() -> Any:
     return _masks(memo)
 
 
-class OwnLoss(right.Own):
+class OwnLoss(Own):
     """An own model that returns its loss, of this rank's tokens."""
 
     def __init__(self, mesh: Any, loss: Callable[..., torch.Tensor]) -> None:

@@ -151,7 +151,7 @@ def test_a_rank_that_catches_its_error_and_goes_on(ranks: Ranks) -> None:
     model.catches = True
     tp.apply_plan(model, mesh, PLAN)
     fault.place, fault.rank, fault.act, fault.shards = "first", SECOND, raises, True
-    with pytest.raises(tp.PlanError, match="check-raises.*(only here|goes on to)"):
+    with pytest.raises(tp.PlanError, match=r"check-raises.*(only here|goes on to)"):
         model(x)
     fault.rank = -1
     model(x).sum().backward()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
@@ -76,10 +76,10 @@ def group_of(operator: Any, args: tuple[Any, ...]) -> Any:
     place = _place_of_group(operator)
     if place is None or place >= len(args):
         return None
-    group = args[place]
+    group: Any = args[place]
     if isinstance(group, str):
-        return _resolve_process_group(group)
-    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)  # type: ignore[attr-defined]  # private
+        return _resolve_process_group(group)  # type: ignore[arg-type]  # a class of str in annotations alone
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from tp_styles.runtime.sequence import Kind
 
 ATOL = 1e-12
 ATTENTION = {
@@ -154,9 +155,10 @@ def test_experts_beside_shards_of_a_sequence(ranks: Ranks, kind: type[nn.Module]
     two_axes = ranks.world_size == 4
     mesh = ranks.mesh((2, 2) if two_axes else (2,), ("ep", "cp") if two_axes else ("cp",))
     cp = mesh["cp"]
-    for attention in ("ulysses", "gather"):
+    kinds: tuple[Kind, ...] = ("ulysses", "gather")
+    for attention in kinds:
         model, alone = (models.seeded(lambda: Logits(kind=kind)).double() for _ in range(2))
-        context = tp.ContextParallel(attention)  # type: ignore[arg-type]
+        context = tp.ContextParallel(attention)
         experts = {f"model.{key}": style for key, style in moe.experts_plan(kind, "replicated").items()}
         if two_axes:
             tp.apply_plan(model, mesh["ep"], experts)
