@@ -136,7 +136,7 @@ class Stacks(nn.Module):
 
 
 class EngineExperts(nn.Module):
-    """Experts as vLLM's `FusedMoE` holds them: `w13` with gate and up beneath each other, and `w2`.
+    """Experts as vLLM holds them: `w13` with gate and up beneath each other, and `w2`.
 
     A rank has some rows of every expert (its tensor parallelism), or whole experts (its expert parallelism). The loader
     takes a checkpoint's tensors, of one expert each.

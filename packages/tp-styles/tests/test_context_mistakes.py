@@ -93,7 +93,7 @@ def _masks(function: Any) -> Any:
 
 def no_shift_at_borders() -> Any:
     """The first token of a shard is nobody's target."""
-    return patched(losses, "_following", lambda target, axis, index: torch.full_like(target[:, :1], index))
+    return patched(losses, "first_of_next_rank", lambda target, axis, index: torch.full_like(target[:, :1], index))
 
 
 def doubled_key_value_gradient() -> Any:
