@@ -374,8 +374,9 @@ class EagerStep:
                     plain = parameter_like(state.full_tensor(parameter), parameter)
                     plain.grad = None if parameter.grad is None else state.full_tensor(parameter.grad)
                     swap[id(parameter)] = parameter, plain
-            for table in tables:
-                table.update({key: swap[id(p)][1] for key, p in table.items() if id(p) in swap})
+            for table in tables:  # those of TorchScript cannot be updated, and hold no shard
+                if plain_again := {key: swap[id(p)][1] for key, p in table.items() if id(p) in swap}:
+                    table.update(plain_again)
             repoint(reach, swap, state.full_tensor)
             reason = "was this rank's shard before release()"
             hint = "rebuild lists of parameters, and optimizers that no call was given, from model.parameters()"
