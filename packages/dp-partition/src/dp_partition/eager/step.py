@@ -59,7 +59,6 @@ from dp_partition.plan.placements import DataParallelStyle, warn_on_first
 from dp_partition.plan.plan import Settings
 from dp_partition.runtime import state
 from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct, is_of_collective
-from dp_partition.runtime.saving import hook_placed
 
 
 @dataclass
@@ -75,7 +74,7 @@ class TrainStep:
 
 @dataclass
 class Placed:
-    """What the placement of parameters in shards has made."""
+    """Results of placing parameters in shards."""
 
     units: Units
     optimizers: list[torch.optim.Optimizer]
@@ -280,7 +279,7 @@ class EagerStep:
         group = dist.new_group(ranks_of(self.mesh), use_local_synchronization=True) if is_mixed else group
         self.reducer = GradientReducer(full, group, comm, self.name)
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
-        handles = hook_placed(reach.modules, reach.optimizers, take)
+        handles = state.hook_placed(reach.modules, reach.optimizers, take)
         self.watch = None
         self.placed = Placed(units, reach.optimizers, handles, PlacedShards(self.parameters, self.mesh, self.name))
 
