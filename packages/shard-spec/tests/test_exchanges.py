@@ -139,7 +139,7 @@ def test_gradients_of_experts_on_other_ranks_are_not_on_this_one() -> None:
     mesh = MeshSpec({"dp": 2, "ep": 4})
     plan = compose(ExpertParallelPlanner(mesh), FullyShardPlanner(mesh, ("dp", "ep"))).build_plan(Model())
     transfers = plan.communication(Model(), (BATCH, LENGTH)).transfers
-    gathered = {name: 0 for name in ("layers.0", "")}
+    gathered = dict.fromkeys(("layers.0", ""), 0)
     for each in transfers:
         if each.op == "all_gather" and each.name in gathered:  # along dp and ep: the larger is the full buffer
             gathered[each.name] = max(gathered[each.name], each.full_bytes)
