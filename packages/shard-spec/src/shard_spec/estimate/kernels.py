@@ -120,8 +120,7 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
 def _is_held_by_engine(operator: Any, args: Any) -> bool:
     """Return True if autograd alone holds the first operand; a sum has to have its shape."""
     owned = engine_references()
-    is_sum = operator is _ATEN.add.Tensor
-    fits = not is_sum or (isinstance(args[1], torch.Tensor) and args[0].shape == args[1].shape)
+    fits = operator is not _ATEN.add.Tensor or (isinstance(args[1], torch.Tensor) and args[0].shape == args[1].shape)
     return fits and owned == references(args[0]) and owned is not None
 
 
