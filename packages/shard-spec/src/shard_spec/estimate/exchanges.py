@@ -179,14 +179,13 @@ class Exchanges:
                     return None
                 choices[0] = chosen[0].shape[-1]
                 arrived = sent(tensors[0], True)
-                put = _replacing(tensors[0], arrived)
-                return put(args), put(kwargs)
+                return _replaced(args, tensors[0], arrived), _replaced(kwargs, tensors[0], arrived)
 
             def after(module: nn.Module, args: Any, output: Any, sent: Any = sent, choices: Any = choices) -> Any:
                 returned = next(tensors_of(output), None)
-                return (
-                    None if not choices[0] or returned is None else _replacing(returned, sent(returned, False))(output)
-                )
+                if not choices[0] or returned is None:
+                    return None
+                return _replaced(output, returned, sent(returned, False))
 
             if along:
                 experts = module.get_submodule(name)
@@ -195,10 +194,8 @@ class Exchanges:
         return handles
 
 
-def _replacing(old: torch.Tensor, new: torch.Tensor) -> Callable[[Any], Any]:
-    """Return a function that puts ``new`` in place of ``old`` in a container."""
-
-    def put(value: Any) -> Any:
-        return new if value is old else value if isinstance(value, torch.Tensor) else mapped(value, put)
-
-    return put
+def _replaced(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    """Return a container with ``new`` in place of ``old``. No closure that calls itself: its circle would keep both."""
+    if isinstance(value, torch.Tensor):
+        return new if value is old else value
+    return mapped(value, lambda each: _replaced(each, old, new))
