@@ -11,6 +11,7 @@ from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError
+from shard_spec._shared.progress import each_shown
 from shard_spec.cli.arguments import batch_of, limit_of, load, optimizer_of, step_options, topology_of
 from shard_spec.cli.usage import UsageError
 from shard_spec.formatting import Table
@@ -55,7 +56,9 @@ def run_search(arguments: argparse.Namespace) -> int:
     model = load(arguments)
     if not isinstance(model, nn.Module):
         raise UsageError("a planner reads modules, a safetensors file has tensors alone: name a config.json or a model")
-    rows = sorted((_cost(model, *each, arguments) for each in _combinations(arguments.ranks)), key=_rank)
+    combinations = _combinations(arguments.ranks)
+    shown = each_shown("search", combinations, len(combinations), lambda each: f"{each[1]} on {each[0]}")
+    rows = sorted((_cost(model, *each, arguments) for each in shown), key=_rank)
     fits = any(row.fits is not False and row.peak_bytes is not None for row in rows)
     if arguments.json:
         print(json.dumps({"ranks": arguments.ranks, "candidates": [asdict(row) for row in rows]}, indent=1))
