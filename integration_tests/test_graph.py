@@ -6,6 +6,8 @@ import dp_partition
 import pytest
 import torch
 import torch.distributed as dist
+import tp_ddp_bridge
+import tp_styles
 from ranktest import Ranks
 from small_models import is_sharded, new_batches, new_model, reference, rows_of, train_step
 from torch.distributed.tensor import DTensor
@@ -37,3 +39,27 @@ def test_a_partitioned_step_trains_as_on_one_device(ranks: Ranks, style: str) ->
     assert compared == 28
     sharded = sum(map(is_sharded, model.state_dict().values()))
     assert sharded == (0 if style == "replicate" else 28)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_is_a_graph_after_other_training_in_its_process(ranks: Ranks) -> None:
+    """Checks that tp-styles and the bridge install for the process leave a plain optimizer as it is."""
+    mesh = ranks.mesh((1, 2), ("dp", "tp"))
+    bridged = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    plan = {"0": tp_styles.ColwiseParallel(), "1": tp_styles.RowwiseParallel()}
+    tp_styles.apply_plan(bridged, mesh["tp"], plan)
+    wrapped = tp_ddp_bridge.wrap_ddp(bridged, mesh=mesh)
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    for _ in range(2):
+        wrapped(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    model = new_model()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = dp_partition.compile(train_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    expected, _ = reference(2)
+    for batch, loss in zip(new_batches(2), expected, strict=True):
+        mean = step(model, plain, rows_of(batch, ranks.rank, 2)).clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean.item() / 2, loss, rtol=1e-12, atol=0)
+    assert step.num_traces == 1

@@ -142,6 +142,12 @@ def test_a_page_names_nothing_that_the_sources_lack() -> None:
     assert [(str(page), name) for page, name in named if not is_there(name) and not (page.parent / name).exists()] == []
 
 
+def test_a_readme_is_read_in_four_minutes() -> None:
+    lengths = {page.parent.name: len(page.read_text().split()) for page in ROOT.glob("packages/*/README.md")}
+    assert len(lengths) == 5
+    assert {name: words for name, words in lengths.items() if words > 900} == {}
+
+
 def test_a_docstring_names_nothing_that_the_sources_lack() -> None:
     named = [
         (f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", name)

@@ -1,10 +1,10 @@
 """From a plan to serving, on four ranks. Start it with torchrun:
 
-    torchrun --standalone --nproc-per-node 4 main.py [--steps 120] [--dp 2 --tp 2] [--report demo-report]
+    torchrun --standalone --nproc-per-node 4 main.py [--steps 120] [--dp 2 --tp 2] [--experts 8] [--report demo-report]
 
 1. shard-spec plans the model; 2. tp-styles applies the plan, tp-ddp-bridge wraps it in DDP, it trains; 3. dp-partition
-trains the same step as a data-parallel graph; 4. shard-reshard moves the weights to a serving layout; 5. a report. The
-same step on one device is the reference throughout.
+trains the same step as a data-parallel graph, and with `--experts` a mixture trains with Muon; 4. shard-reshard moves
+the weights to a serving layout; 5. a report. The same step on one device is the reference throughout.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import corpus
 import dp_partition
+import experts
 import steps
 import world as worlds
 from model import GPTConfig
@@ -30,6 +31,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=2, help="data-parallel size")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size")
     parser.add_argument("--batch", type=int, default=16, help="windows in a global batch")
+    parser.add_argument("--experts", type=int, default=0, help="train a mixture of so many experts with Muon as well")
     styles = [style.name.lower() for style in dp_partition.DataParallelStyle]
     parser.add_argument("--styles", nargs="+", choices=styles, default=GRAPH_STYLES, help="styles of the graph runs")
     parser.add_argument("--report", type=Path, default=Path("demo-report"), help="folder of the report")
@@ -56,10 +58,11 @@ def job(args: argparse.Namespace) -> None:
     references = steps.train_on_one_device(setting)
     trained = steps.train_tensor_parallel(setting, planned, references)
     steps.train_as_graph(setting, references)
+    if args.experts:
+        experts.train_experts(setting, args.experts)
     steps.serve(setting, planned, trained)
     page = steps.write_report(setting, args.report)
-    world.say("\n" + setting.comparisons.table())
-    world.say(f"\nreport: {page}")
+    world.say(f"\nreport: {page}\n\n{setting.comparisons.table()}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ class GPTConfig:
     dim: int = 128
     heads: int = 4
     layers: int = 3
+    experts: int = 0  # 0: an MLP in each block; else a mixture of so many, two of them for each byte
 
 
 class Attention(nn.Module):
@@ -53,6 +54,38 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]  # nn.Module.__call__ is Any
 
 
+class Experts(nn.Module):
+    """MLPs of half the width, each weight in one stack."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_experts = config.experts
+        self.up = nn.Parameter(torch.randn(config.experts, 2 * config.dim, config.dim) * 0.02)
+        self.down = nn.Parameter(torch.randn(config.experts, config.dim, 2 * config.dim) * 0.01)
+
+    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:  # [tokens, dim], [tokens, 2] twice
+        output = torch.zeros_like(tokens)
+        for index in range(self.num_experts):
+            token, place = torch.where(experts == index)
+            y = F.gelu(tokens[token] @ self.up[index].T) @ self.down[index].T
+            output = output.index_add(0, token, y * weights[token, place, None])
+        return output
+
+
+class Mixture(nn.Module):
+    """A router that sends each token to two experts."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, experts = self.router(tokens).softmax(-1).topk(2, dim=-1)
+        return self.experts(tokens, experts, weights).view_as(x)  # type: ignore[no-any-return]  # nn.Module.__call__
+
+
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
@@ -61,7 +94,7 @@ class Block(nn.Module):
         self.attn_norm = nn.LayerNorm(config.dim)
         self.attn = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.dim)
-        self.mlp = MLP(config)
+        self.mlp = Mixture(config) if config.experts else MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x))

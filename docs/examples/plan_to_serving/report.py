@@ -118,6 +118,30 @@ def memory_bars(measured: dict[str, dict[str, int]], predicted: dict[str, dict[s
     return figure
 
 
+def traffic_bars(lines: Sequence[Any]) -> Any:
+    """KiB that a rank sends for each run, stacked by collective and axis; `lines` are `traffic.Line`s."""
+    from matplotlib.figure import Figure
+
+    runs = list(dict.fromkeys(line.run for line in lines))
+    kinds = list(dict.fromkeys(f"{line.op}, {line.what}" for line in lines))
+    figure = Figure(figsize=(9, 0.5 * len(runs) + 1.5))
+    axes = figure.subplots()
+    left = dict.fromkeys(runs, 0.0)
+    for number, kind in enumerate(kinds):
+        for line in lines:
+            if f"{line.op}, {line.what}" == kind:
+                size = line.sent_bytes / 2**10
+                axes.barh(runs.index(line.run), size, 0.6, left[line.run], color=f"C{number}")
+                left[line.run] += size
+    for number, kind in enumerate(kinds):
+        axes.barh(0, 0, color=f"C{number}", label=kind)
+    axes.set_yticks(range(len(runs)), runs)
+    axes.set_xlabel("KiB")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def step_times(seconds: dict[str, Sequence[float]]) -> Any:
     """Distribution of step times per run, the first three steps (tracing, buckets, allocation) left out."""
     from matplotlib.figure import Figure

@@ -57,10 +57,10 @@ class Setting:
 
 
 def printer(setting: Setting, title: str, total: int) -> Callable[[int, float], None]:
-    """A function of step and loss: on rank 0 it prints ten lines a run."""
+    """A function of step and loss: on rank 0 it prints three lines a run."""
 
     def print_step(step: int, loss: float) -> None:
-        if setting.world.rank == 0 and (step in (1, total) or step % max(1, total // 10) == 0):
+        if setting.world.rank == 0 and step in (1, total // 2, total):
             print(f"{title}: step {step}/{total}, loss {loss:.3f}", flush=True)
 
     return print_step

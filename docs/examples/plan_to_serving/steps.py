@@ -14,7 +14,7 @@ import tp_ddp_bridge
 import tp_styles
 import traffic
 from model import GPT
-from report import Report, loss_curves, memory_bars, plan_picture, step_times
+from report import Report, loss_curves, memory_bars, plan_picture, step_times, traffic_bars
 from serving import greedy, logits_of
 from setting import NAMES, Setting, printer
 from torch import Tensor, nn
@@ -197,7 +197,9 @@ def _compare_text(setting: Setting, serving: nn.Module, single: nn.Module) -> No
     claim = f"greedy bytes up to the first close call ({sure})"
     setting.comparisons.equal(claim, sample.ids[:sure], expected.ids[:sure])
     setting.pages["text"] = PROMPT.decode() + sample.text
-    setting.world.say(f"\nserved by {setting.world.size} ranks:\n{setting.pages['text']}")
+    setting.world.say(
+        f"\ntext that {setting.world.size} ranks serve for the prompt {PROMPT.decode()!r}:\n{setting.pages['text']!r}"
+    )
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------
@@ -219,10 +221,13 @@ def write_report(setting: Setting, folder: Path) -> Path:
         columns = ("run", "collective", "of what", "times", "each rank sends")
         note = "TP x DDP as the plan predicts it, by tensor (DDP sends gradients in buckets); graphs as they stand."
         report.table("Bytes per collective, in a step", columns, [line.row() for line in setting.traffic], note)
+        report.picture("What each rank sends in a step", traffic_bars(setting.traffic))
         report.picture("Memory per rank", memory_bars(setting.pages["measured"], setting.pages["predicted"]))
         report.text("Moving the weights to the serving layout", setting.pages["reshard"])
         for style in setting.styles:
             report.text(f"The graph, {style}", setting.pages[f"graph, {style}"])
+        for heading, text in setting.pages.get("experts", {}).items():
+            report.text(heading, text)
         report.picture("Step times", step_times({name: run.step_seconds for name, run in setting.runs.items()}))
         report.text("Text served", setting.pages["text"])
         page = report.write(folder)

@@ -65,7 +65,7 @@ __all__ = [
     "Problem",
 ]
 
-_HOMES = {
+_MODULES = {
     "api": "distribute compile DistributedStep CompiledStep",
     "plan.plan": "Batch PartitionPlan",
     "plan.placements": "DataParallelStyle NodeType PlacementSpec PlacementStrategy DataParallelStrategy TupleStrategy",
@@ -76,4 +76,5 @@ _HOMES = {
     "runtime.state": "StepInterrupted",
     "_shared.problems": "PlanError Problem",
 }
-__getattr__, __dir__ = lazy_exports(__name__, {home: names.split() for home, names in _HOMES.items()}, ("legacy",))
+_names = {module: names.split() for module, names in _MODULES.items()}
+__getattr__, __dir__ = lazy_exports(__name__, _names, ("legacy",))

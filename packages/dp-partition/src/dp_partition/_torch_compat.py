@@ -187,7 +187,7 @@ def current_trace_nodes() -> list[str]:
 
 def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
     """Return the node of the failing line in a graph module's forward, or None."""
-    lines = [one.lineno or 0 for one in traceback.extract_tb(error.__traceback__) if "eval_with_key" in one.filename]
+    lines = [item.lineno or 0 for item in traceback.extract_tb(error.__traceback__) if "eval_with_key" in item.filename]
     places: Any = module._lineno_map or {}
     index = places.get(lines[-1] - module._prologue_start) if lines else None
     return None if index is None else list(module.graph.nodes)[index]
@@ -223,7 +223,6 @@ def is_in_backward() -> bool:
 
 
 foreach_copy_ = torch._foreach_copy_  # not of empty lists
-foreach_div_ = torch._foreach_div_
 flatten: Any = torch._utils._flatten_dense_tensors
 unflatten: Any = torch._utils._unflatten_dense_tensors  # empty tensors lose their shape
 
@@ -251,8 +250,8 @@ def group_like(group: c10d.ProcessGroup, ranks: list[int]) -> c10d.ProcessGroup:
     return group_again
 
 
-_OF_FSDP = ("__composable_api", "__deepcopy__")  # attributes of its modules; the second is ours
-_FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager.shards", "dp_partition.runtime.state")  # ours too
+_OF_FSDP = ("__composable_api", "__deepcopy__", "__reduce_ex__")  # attributes of placed modules: FSDP2's, and ours
+_FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager.shards", "dp_partition.runtime")  # ours too
 
 
 def _is_from_fsdp(hook: Any) -> bool:
@@ -263,7 +262,7 @@ def _is_from_fsdp(hook: Any) -> bool:
 def without_fsdp(value: Any) -> tuple[type, dict[str, Any]]:
     """Return an object's class from before `fully_shard`, and its attributes without FSDP2's, hooks included."""
     kind = type(value).__mro__[2] if isinstance(value, FSDPModule) else type(value)
-    own = {key: one for key, one in vars(value).items() if not key.startswith(_OF_FSDP)}
+    own = {key: item for key, item in vars(value).items() if not key.startswith(_OF_FSDP)}
     for key, table in own.items():
         if "_hooks" in key and isinstance(table, dict) and any(map(_is_from_fsdp, table.values())):
             own[key] = type(table)((n, hook) for n, hook in table.items() if not _is_from_fsdp(hook))
@@ -289,7 +288,7 @@ def _strip(module: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def without_fsdp_in(root: torch.nn.Module) -> Iterator[None]:
     """Make all modules of a model plain ones for the block; afterwards their hooks have their order again."""
-    units = [(m, type(m), dict(vars(m))) for m in root.modules() if isinstance(m, FSDPModule)]
+    held = [(m, type(m), dict(vars(m))) for m in root.modules() if any(k.startswith(_OF_FSDP) for k in vars(m))]
     tables = [t for m in root.modules() for key, t in vars(m).items() if "_hooks" in key and isinstance(t, dict)]
     before = [(table, dict(table)) for table in tables]
     for module in root.modules():
@@ -298,13 +297,14 @@ def without_fsdp_in(root: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for table, hooks in before:
-            kept = {n: hook for n, hook in hooks.items() if n in table or _is_from_fsdp(hook)}
+            remaining = {n: hook for n, hook in hooks.items() if n in table or _is_from_fsdp(hook)}
             new = {n: hook for n, hook in table.items() if n not in hooks}  # registered within the block
             table.clear()
-            table.update(kept | new)
-        for unit, kind, own in units:
-            unit.__class__ = kind
-            vars(unit).update({key: one for key, one in own.items() if key.startswith(_OF_FSDP)})
+            table.update(remaining | new)
+        for module, kind, own in held:
+            if kind is not type(module):
+                module.__class__ = kind
+            vars(module).update({key: value for key, value in own.items() if key.startswith(_OF_FSDP)})
 
 
 def remove_fsdp(unit: torch.nn.Module) -> None:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import Placement
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.analysis import explain_messages, explain_sums, messages_of
-from dp_partition.distributed import DistributedRunner, name_of, steps_of
+from dp_partition.distributed import DistributedRunner
 from dp_partition.eager.step import EagerStep
-from dp_partition.plan.placements import DataParallelStyle, parse_style
+from dp_partition.plan.placements import DataParallelStyle, name_of, parse_style, without_compiler
 from dp_partition.plan.plan import (
     Batch,
     CommConfig,
@@ -113,12 +113,12 @@ def distribute(
         problems += _step_problems(function)
     if problems:
         raise PlanError(problems, "dp_partition.distribute")
-    settings = Settings(parsed, comm=CommConfig(int(bucket_mb * (1 << 20)), reduce_dtype=reduce_dtype), check=check)
-    steps = steps_of(functions, mesh)
-    is_sharded = parsed is not DataParallelStyle.REPLICATE
-    eager = EagerStep(steps, mesh, ", ".join(map(name_of, steps)), settings.comm, is_sharded, full, observe)
-    made = [DistributedStep(DistributedRunner(eager, number, settings)) for number in range(len(steps))]
-    return made if isinstance(train_step, Sequence) else made[0]
+    comm = CommConfig(int(bucket_mb * (1 << 20)), reduce_dtype=reduce_dtype)
+    settings = Settings(parsed, comm=comm, check=check, full=full, observe=observe)
+    steps = [without_compiler(function, mesh) for function in functions]
+    eager = EagerStep(steps, mesh, ", ".join(map(name_of, steps)), settings)
+    wrapped = [DistributedStep(DistributedRunner(eager, number, settings)) for number in range(len(steps))]
+    return wrapped if isinstance(train_step, Sequence) else wrapped[0]
 
 
 def compile(

@@ -187,10 +187,10 @@ def estimate(
     if min(ranks) < 1 or not 0 <= rank < math.prod(ranks):
         hint = "world is at least 1, rank from 0 to world - 1"
         problems.append(Problem("invalid-argument", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
-    for given in ("mesh", "share", "backend"):  # they need placed parameters, or ranks
-        if given in settings:
+    for argument in ("mesh", "share", "backend"):  # they need placed parameters, or ranks
+        if argument in settings:
             hint = "an estimate places nothing; leave it out"
-            problems.append(Problem("conflicting-arguments", given, found="passed to estimate", hint=hint))
+            problems.append(Problem("conflicting-arguments", argument, found="passed to estimate", hint=hint))
     if problems:
         raise PlanError(problems, "dp_partition.estimate")
     name = getattr(train_step, "__name__", "train_step")  # callables may have none

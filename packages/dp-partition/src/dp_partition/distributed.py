@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import uncompiled
 from dp_partition.capture.fingerprint import FunctionReads
 from dp_partition.check.checked_call import CheckedEagerCall
 from dp_partition.eager.step import EagerStep
-from dp_partition.plan.placements import num_replicas, shard_world, warn_on_first
-from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo
+from dp_partition.plan.placements import name_of, num_replicas, shard_world, warn_on_first
+from dp_partition.plan.plan import ParamPlan, PartitionPlan, Settings, TensorInfo, not_placed
 from dp_partition.runtime.consensus import raise_naming_peers
 
 
@@ -24,30 +20,26 @@ class DistributedRunner:
 
     def __init__(self, eager: EagerStep, number: int, settings: Settings) -> None:
         self.eager, self.number, self.settings = eager, number, settings
-        self.function, self.mesh = eager.functions[number], eager.mesh
+        self.function, self.mesh = eager.steps[number].function, eager.mesh
         self.name = name_of(self.function)
+        self.subject = ""  # call and rank, for errors of one rank
         self.reads = FunctionReads(self.function)
         self.checked: list[int] = []  # elements compared with the step on a full copy, by call
         self.unchecked = ""  # why a call was not
-        if settings.check == "never" or not eager.observes:
+        if settings.check == "never" or not settings.observe:
             self.unchecked = "check='never'" if settings.check == "never" else "observe=False"
-
-    @property
-    def subject(self) -> str:
-        """Call and rank, for errors of one rank."""
-        return f"call {self.eager.counts[self.number] + 1} of {self.name} on rank {dist.get_rank()}"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; compare the first ones, until one cannot be compared."""
-        count = self.eager.counts[self.number]
+        count = self.eager.steps[self.number].count
+        self.subject = f"call {count + 1} of {self.name} on rank {dist.get_rank()}"
         try:
             # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.
             if count < 2 + self.eager.is_sharded and not self.unchecked:
                 return CheckedEagerCall(self, args, kwargs).run()
             return self.eager(args, kwargs, self.number)
         except Exception as error:
-            subject = f"call {count + 1} of {self.name} on rank {dist.get_rank()}"
-            raise_naming_peers(error, self.eager.token, self.mesh, subject)
+            raise_naming_peers(error, self.eager.token, self.mesh, self.subject)
             raise
 
     def leave_unchecked(self, reason: str) -> None:
@@ -71,7 +63,7 @@ class DistributedRunner:
             PlanError: ``not-sharded`` before the first call.
         """
         if self.eager.reducer is None:
-            raise PlanError(not_placed(self.name))
+            raise not_placed(self.name)
         params = []
         for name, param in self.eager.parameters.items():
             info = TensorInfo(name, tuple(param.shape), param.dtype, param.requires_grad)
@@ -82,23 +74,3 @@ class DistributedRunner:
         return PartitionPlan(
             self.settings.style, "local", shard_world(self.mesh), tuple(params), replicas=replicas, checks=self.checks()
         )
-
-
-def not_placed(name: str) -> Problem:
-    """Return the problem of a step that has not run yet."""
-    return Problem("not-sharded", name, found="nothing is placed yet", hint="call the step once")
-
-
-def steps_of(functions: list[Callable[..., Any]], mesh: DeviceMesh) -> tuple[Callable[..., Any], ...]:
-    """Return the functions as they run: of one under `torch.compile` the original, with a warning."""
-    steps = tuple(map(uncompiled, functions))
-    for step, function in zip(steps, functions, strict=True):
-        if step is not function:
-            text = f"{name_of(step)}: of a compiled step the original runs; compile the model"
-            warn_on_first(mesh, text, stacklevel=4)
-    return steps
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return a step's name, for messages."""
-    return getattr(function, "__name__", type(function).__name__)

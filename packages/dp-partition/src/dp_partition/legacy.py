@@ -36,7 +36,7 @@ from dp_partition.plan.placements import (
     StrategyType,
     TupleStrategy,
 )
-from dp_partition.plan.plan import CommConfig, Style, home_by_style
+from dp_partition.plan.plan import CommConfig, Style, placements_by_style
 from dp_partition.runtime.state import local_tensor
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate
 from dp_partition.sharding.rule_table import OutputPlacement
@@ -129,7 +129,7 @@ def partition_data_parallel(
     # The parameters, buffers and state become DTensors.
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        own = [home_by_style(tuple(tensor.shape), parallel_style, mesh.size())[0]]
+        own = [placements_by_style(tuple(tensor.shape), parallel_style, mesh.size())[0]]
         return distribute_tensor(tensor.detach(), mesh, own, src_data_rank=None)  # ranks hold equal values
 
     replaced: dict[torch.Tensor, torch.Tensor] = {}
@@ -149,12 +149,12 @@ def partition_data_parallel(
         group["params"] = [replaced.get(param, param) for param in group["params"]]
         for param in [param for param in listed if param in optimizer.state]:  # type: ignore[union-attr]
             state: dict[Any, Any] = optimizer.state.pop(param)  # type: ignore[union-attr]
-            known = named_states.get(names[param], {})
+            entries = named_states.get(names[param], {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     state[key] = place(value)
-                if key in known:
-                    known[key] = local_tensor(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
+                if key in entries:
+                    entries[key] = local_tensor(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
             optimizer.state[replaced[param]] = state  # type: ignore[union-attr]
     return partitioned
 
@@ -180,10 +180,10 @@ def mark_data_parallel_shardings(
         PlanError: Another style (code ``conflicting-arguments``), or a mixture that cannot be distributed.
     """
     if parallel_mode is DataParallelStyle.DEFAULT:
-        if not any(one._mixed for one in dp_strategy_map.values()):
+        if not any(item._mixed for item in dp_strategy_map.values()):
             raise PlanError(Problem("no-sharding-strategy", "parallel_mode", found="no way to mix shards and replicas"))
-        for node, one in dp_strategy_map.items():
-            meta_of(node)["sharding"] = one._mixed
+        for node, item in dp_strategy_map.items():
+            meta_of(node)["sharding"] = item._mixed
         return
     if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
         hint = "use dp_partition.compile for it"
@@ -207,8 +207,8 @@ def partitioner(graph: GraphModule) -> GraphModule:
         The same graph module.
     """
     marked = {node: meta_of(node).pop("sharding", None) for node in graph.graph.nodes}
-    strategies = {node: one for node, one in marked.items() if isinstance(one, PlacementStrategy)}
-    specs = [one.output_spec for one in strategies.values()]
+    strategies = {node: item for node, item in marked.items() if isinstance(item, PlacementStrategy)}
+    specs = [item.output_spec for item in strategies.values()]
     mesh = next((spec.mesh for spec in specs if isinstance(spec, PlacementSpec)), None)
     if mesh is None:
         hint = "call mark_data_parallel_shardings first"
@@ -216,15 +216,15 @@ def partitioner(graph: GraphModule) -> GraphModule:
     world, rank = mesh.size(), mesh.get_local_rank()
     mover = Mover(graph.graph, world, rank, mesh.get_group().group_name)
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    homes = [strategies[node].output_spec if node in strategies else None for node in nodes]
-    placements = [spec.placement if isinstance(spec, PlacementSpec) else Replicate() for spec in homes]
+    specs_of = [strategies[node].output_spec if node in strategies else None for node in nodes]
+    placements = [spec.placement if isinstance(spec, PlacementSpec) else Replicate() for spec in specs_of]
     mode = _fake_mode(graph.graph)  # fakes of one graph share a mode
     inputs = local_inputs(graph.graph, placements, mode, world, rank)
     plans: dict[fx.Node, NodePlan] = {}
     for node, strategy in strategies.items():  # the inverse of `strategy_of`
         pairs = zip(node.all_input_nodes, strategy.input_specs or (), strict=node.op != "placeholder")
         wanted = {source: spec.placement for source, spec in pairs if isinstance(spec, PlacementSpec)}
-        is_spec: Any = lambda one: isinstance(one, PlacementSpec)  # noqa: E731
+        is_spec: Any = lambda item: isinstance(item, PlacementSpec)  # noqa: E731
         output = pytree.tree_map(lambda spec: spec and spec.placement, strategy.output_spec, is_leaf=is_spec)
         plans[node] = NodePlan(output, wanted)
     partition_for_rank(graph, plans, mover, CommConfig())
@@ -236,7 +236,7 @@ def partitioner(graph: GraphModule) -> GraphModule:
 def _spec_of(state: OutputPlacement, mesh: DeviceMesh) -> Outputs:
     """Return the spec of a state on a mesh."""
     if isinstance(state, tuple):
-        return tuple(_spec_of(one, mesh) for one in state)
+        return tuple(_spec_of(item, mesh) for item in state)
     return PlacementSpec(mesh, (state,)) if isinstance(state, Placement) else None
 
 
@@ -285,8 +285,8 @@ def build_data_parallel_strategies(
     strategies = {node: _strategies(node, [way[node] for way in ways], mesh) for node in graph.nodes}
     with suppress(PlanError):  # a mixture may need what shards or replicas alone do not
         mixed = _plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, DataParallelStyle.DEFAULT)
-        for node, one in strategies.items():
-            one._mixed = strategy_of(node, mixed[node], mesh) if one.strategies else None
+        for node, item in strategies.items():
+            item._mixed = strategy_of(node, mixed[node], mesh) if item.strategies else None
     return strategies
 
 
@@ -303,23 +303,23 @@ def _plan_graph(
     graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, style: DataParallelStyle
 ) -> dict[fx.Node, NodePlan]:
     """Propagate with parameters and state placed by a style."""
-    homes = StoragePlacements({}, {}, lambda name, shape: home_by_style(shape, style, world)[0], keep_outputs=True)
+    storage = StoragePlacements({}, {}, lambda _, shape: placements_by_style(shape, style, world)[0], keep_outputs=True)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for position, node in enumerate(placeholders):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
-            homes.placements[node] = Replicate()
+            storage.placements[node] = Replicate()
         elif position < num_fixed:
-            homes.placements[node] = home_by_style(tuple(value.shape), style, world)[0]
-            homes.types[node] = NodeType.PARAM if position < num_params else NodeType.STATE
+            storage.placements[node] = placements_by_style(tuple(value.shape), style, world)[0]
+            storage.types[node] = NodeType.PARAM if position < num_params else NodeType.STATE
         else:
             if value.ndim > batch_dim and value.shape[batch_dim] % world:
                 reason = f"global batch of {value.shape[batch_dim]} rows over {world} ranks"
                 hint = "every rank must have as many rows as the others"
                 raise PlanError(Problem("uneven-shards", node.name, dim=batch_dim, found=reason, hint=hint))
-            homes.placements[node] = Shard(batch_dim) if value.ndim > batch_dim else Replicate()
-            homes.types[node] = NodeType.ACT
-    return propagate(graph, homes, world, local=False)
+            storage.placements[node] = Shard(batch_dim) if value.ndim > batch_dim else Replicate()
+            storage.types[node] = NodeType.ACT
+    return propagate(graph, storage, world, local=False)
 
 
 def _strategies(node: fx.Node, plans: list[NodePlan], mesh: DeviceMesh) -> StrategyType:
@@ -385,11 +385,12 @@ class BatchDimAnalyzer:
         if full_reduction:
             self.set_batch_dim(node, REDUCED)
         if node not in self.batch_dim_map:
-            inputs = {one: self.batch_dim_map.get(one, NO_BATCH) for one in node.graph.nodes if one.op == "placeholder"}
-            types = {one: NodeType.PARAM if dim == NO_BATCH else NodeType.ACT for one, dim in inputs.items()}
-            homes = StoragePlacements({one: _placement_of(dim) for one, dim in inputs.items()}, types)
-            for one, plan in propagate(node.graph, homes, 1, local=False).items():  # one rank: no size matters
-                self.batch_dim_map.setdefault(one, _dim_of(plan.output))  # dims set by the caller stay
+            placeholders = [other for other in node.graph.nodes if other.op == "placeholder"]
+            inputs = {other: self.batch_dim_map.get(other, NO_BATCH) for other in placeholders}
+            types = {item: NodeType.PARAM if dim == NO_BATCH else NodeType.ACT for item, dim in inputs.items()}
+            storage = StoragePlacements({item: _placement_of(dim) for item, dim in inputs.items()}, types)
+            for item, plan in propagate(node.graph, storage, 1, local=False).items():  # one rank: no size matters
+                self.batch_dim_map.setdefault(item, _dim_of(plan.output))  # dims set by the caller stay
         return self.batch_dim_map[node]
 
     def compute_act_spec(self, node: fx.Node, mesh: DeviceMesh) -> PlacementSpec:

@@ -43,14 +43,14 @@ def build_program(
 ) -> Program:
     """Trace a step and partition it for this rank."""
     capture = capture_single_device(function, call, step_state, plan, settings, device)
-    homes, plans = plan_nodes(capture, plan, settings)
+    storage, plans = plan_nodes(capture, plan, settings)
     output = next(node for node in plans if node.op == "output")
     values: Any = output.args[0]
     returned = [plans[output].inputs.get(value) if isinstance(value, fx.Node) else None for value in values]
     rank = shard_rank(mesh)
     for node, planned in plans.items():
         meta_of(node)["node_type"] = planned.node_type
-    placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
+    placements = [storage.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
     graph = capture.module.graph
     # The graph names groups: that of the shards, and that of this rank's counterparts in all replicas.
@@ -110,32 +110,32 @@ def plan_nodes(
     local = plan.semantics == "local"
     batch: Placement = RankLocal() if local else Shard(settings.batch_dim)
     # Every placeholder has a placement between steps.
-    homes = StoragePlacements({}, {})
+    storage = StoragePlacements({}, {})
     for node in capture.module.graph.nodes:
         if node.op != "placeholder":
             continue
         entry = meta_of(node)["input"]
-        home: Placement = Replicate()
+        placement: Placement = Replicate()
         if entry.kind == "param":
-            home = plan[entry.name].param
+            placement = plan[entry.name].param
         elif entry.kind == "state" and tuple(node.meta["val"].shape) == plan[entry.name].info.shape:
-            home = plan[entry.name].state
+            placement = plan[entry.name].state
         elif entry.kind == "arg" and (isinstance(batch, RankLocal) or node.meta["val"].ndim > 0):
-            home = batch
-        homes.placements[node] = home
+            placement = batch
+        storage.placements[node] = placement
         if entry.kind in _TYPES:
-            homes.types[node] = _TYPES[entry.kind]
+            storage.types[node] = _TYPES[entry.kind]
         if entry.kind in ("hyper", "number") and isinstance(node.meta["val"], torch.Tensor):
             node.meta["val"] = 2 if node.meta["val"].dtype is torch.int64 else None  # a number at run time
     grads = {param.info.name: param.grad for param in plan.params}
-    homes.grad_home = lambda name, shape: grads[name]
+    storage.gradient_placement = lambda name, shape: grads[name]
     # Needs phases. Marks parameters to gather again for backward, and gives backward its own views of them.
-    reshard_after_forward(capture.module.graph, homes.placements, settings.reshard)
+    reshard_after_forward(capture.module.graph, storage.placements, settings.reshard)
     # Gives a placement of each output, and of each input at its node.
-    plans = propagate(capture.module.graph, homes, plan.world, local=local)
+    plans = propagate(capture.module.graph, storage, plan.world, local=local)
     # New state and gradients of arguments are returned in their own placements.
     output = next(node for node in capture.module.graph.nodes if node.op == "output")
-    arguments = {meta_of(node)["input"].name: node for node in homes.placements if kind_of(node) == "arg"}
+    arguments = {meta_of(node)["input"].name: node for node in storage.placements if kind_of(node) == "arg"}
     values = output.args[0]
     assert isinstance(values, list | tuple)
     for value, new in zip(values, capture.returned.outputs, strict=True):
@@ -144,8 +144,8 @@ def plan_nodes(
             same = tuple(value.meta["val"].shape) == like.info.shape
             plans[output].inputs[value] = like.state if same else Replicate()
         elif new.kind == "argument" and isinstance(value, fx.Node):
-            plans[output].inputs[value] = homes.placements[arguments[new.name]]
-    return homes, plans
+            plans[output].inputs[value] = storage.placements[arguments[new.name]]
+    return storage, plans
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.consensus import all_gather_objects, capture_errors, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import global_hooks, uncompiled, without_autocast
+from dp_partition._torch_compat import global_hooks, without_autocast
 from dp_partition.capture.fakes import REACHED
 from dp_partition.capture.fingerprint import FunctionReads, fingerprint, leaf_key
 from dp_partition.capture.inputs import CallArguments, OptimizerReads, closing, read_arguments, read_optimizers
@@ -33,8 +33,8 @@ from dp_partition.capture.state import (
 from dp_partition.capture.tracer import asks_for_values, defined_at, trace_problem, user_line
 from dp_partition.check.checked_call import CheckedCall, CheckSchedule
 from dp_partition.pipeline import build_program
-from dp_partition.plan.placements import num_replicas, shard_world, warn_on_first
-from dp_partition.plan.plan import PartitionPlan, Settings, TensorInfo, plan_placements
+from dp_partition.plan.placements import name_of, num_replicas, shard_world, warn_on_first, without_compiler
+from dp_partition.plan.plan import PartitionPlan, Settings, TensorInfo, not_placed, plan_placements
 from dp_partition.runtime.consensus import (
     HINT,
     agree_on,
@@ -46,7 +46,15 @@ from dp_partition.runtime.consensus import (
     raise_naming_peers,
 )
 from dp_partition.runtime.program import Program, bind_inputs, check_no_gradients, reconcile, store_outputs
-from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError, guarded, release, with_current_parameters
+from dp_partition.runtime.state import (
+    REPLACED,
+    Binding,
+    HeldMemory,
+    ModelChangedError,
+    guarded,
+    release,
+    with_current_parameters,
+)
 
 MANY_TRACES = 8  # after as many a warning names the way on, as torch.compile's limit does
 MOST_PROGRAMS = 64  # to keep
@@ -56,9 +64,9 @@ class Traces:
     """The programs of one step, each found by its key, with the numbers that are inputs of its graph."""
 
     def __init__(self, function: Callable[..., Any], mesh: DeviceMesh, settings: Settings) -> None:
-        self.original, self.mesh, self.settings = uncompiled(function), mesh, settings
+        self.original, self.mesh, self.settings = without_compiler(function, mesh), mesh, settings
         self.function = closing(self.original)
-        self.name = getattr(self.function, "__name__", type(self.function).__name__)
+        self.name = name_of(self.function)
         self.reads = FunctionReads(self.original)
         self.programs: dict[Any, list[Program]] = {}
         # Python values among the arguments of the last trace, by structure of the arguments and position
@@ -212,7 +220,7 @@ class Traces:
         """
         for program in self.programs.get(self.key_of(step_state, call, optimizers), []):
             numbers: tuple[float, ...] = ()
-            if program.capture.numbers or program.capture.sizes:
+            if program.capture.live.arguments or program.capture.live.sizes:
                 numbers = (*program.numbers_of(call.leaves), *program.sizes_of(call.leaves).values())
             if program.guards_hold(optimizers.values, numbers):
                 self.latest = program
@@ -280,8 +288,6 @@ class Runner:
         self.mesh, self.settings = mesh, settings
         self.traces = Traces(function, mesh, settings)
         self.name = self.traces.name
-        if self.traces.original is not function:
-            warn_on_first(mesh, f"{self.name}: of a compiled step the original runs; compile the model", stacklevel=3)
         self.share = share  # another runner; its placed parameters are used
         self.sharers: list[Runner] = []  # other runners with this one's placed parameters
         if share is not None:
@@ -315,7 +321,7 @@ class Runner:
             if self.share is None:  # only after success on every rank
                 binding.place()
             else:
-                binding.hold_storages()
+                binding.memory = HeldMemory(binding.step_state.params)
             self.binding = binding
             if self.mesh.size() > 1 and not self.schedule.token:  # for traces that all ranks make in one call
                 self.schedule.token = all_gather_objects(self.mesh, secrets.token_hex(8), self.name)[0]
@@ -349,7 +355,7 @@ class Runner:
         gradients: dict[str, Any] | None = None,
     ) -> Any:
         """Run the graph and store new state; add gradients to a given dict."""
-        check_no_gradients(binding.step_state, program.capture.cleared)
+        check_no_gradients(binding.step_state, program.capture.effects.cleared)
         leaves = call.leaves
         if self.settings.accumulate > 1 or self.settings.semantics == "global":
             # Traced with another number of rows, so on a contiguous tensor; views of a strided one may not exist.
@@ -378,7 +384,7 @@ class Runner:
     def bound(self) -> Binding:
         """Return the placed model and optimizers; raise ``not-sharded`` before the first call."""
         if self.binding is None:
-            raise PlanError(Problem("not-sharded", self.name, found="nothing is placed yet", hint="call the step once"))
+            raise not_placed(self.name)
         return self.binding
 
     def release(self) -> None:
@@ -417,7 +423,7 @@ class Runner:
             plan = base.plan
         self.traces.note_values(call)
         program = self.traces.build(step_state, plan, call)
-        check_no_gradients(step_state, program.capture.cleared)
+        check_no_gradients(step_state, program.capture.effects.cleared)
         facts = self.facts(plan, program, call.leaves)
         return (Binding(step_state, plan, self.mesh), program, facts), facts
 

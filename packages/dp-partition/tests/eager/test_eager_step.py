@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dp_partition import PlanError
 from dp_partition._shared.consensus import tensor_hashes
 from dp_partition.eager.step import EagerStep
-from dp_partition.plan.plan import CommConfig
+from dp_partition.plan.plan import CommConfig, Settings
 from dp_step_patterns import PATTERNS, WIDTH, Bag, mlp, mse_step
 from ranktest import Ranks
 from torch import nn
@@ -55,7 +55,8 @@ WAYS = [EagerStep, AsOnGPU]
 
 def _eager(step: Any, *, is_sharded: bool = False, way: type[EagerStep] = EagerStep) -> EagerStep:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return way((step,), mesh, "step", CommConfig(1 << 10), is_sharded=is_sharded)
+    style = dp.DataParallelStyle.FULLY_SHARD if is_sharded else dp.DataParallelStyle.REPLICATE
+    return way((step,), mesh, "step", Settings(style, comm=CommConfig(1 << 10)))
 
 
 def _batch(call: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.passes.bucketing import division
+from dp_partition.passes.bucketing import divisors
 from ranktest import Ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -78,7 +78,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 def test_a_sum_in_float16_is_divided_in_two_parts() -> None:
-    assert {ranks: division(ranks) for ranks in (1, 2, 3, 4, 6, 64, 1024)} == {
+    assert {ranks: divisors(torch.float16, ranks) for ranks in (1, 2, 3, 4, 6, 64, 1024)} == {
         1: (1, 1), 2: (2, 1), 3: (2, 1.5), 4: (2, 2), 6: (4, 1.5), 64: (8, 8), 1024: (32, 32)
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ import dp_partition as dp
 import pytest
 import rule_mutations as rules
 import torch
-from dp_partition.passes import insert_collectives as insert
+from dp_partition import pipeline
 from dp_partition.passes.insert_collectives import Mover
 from dp_partition.plan.placements import fake_mesh
 from dp_partition.sharding import propagate
@@ -144,15 +144,15 @@ def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_communicate_differently_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = insert.Inserter.run
+    from dp_partition.passes.bucketing import bucket_and_schedule as original
 
-    def run(self: insert.Inserter) -> None:
-        original(self)
-        if self.rank == 1:
-            node = next(n for n in self.module.graph.nodes if "all_reduce" in str(n.target))
+    def changed(graph: fx.Graph, moves: list[Any], mover: Mover, comm: Any) -> None:
+        original(graph, moves, mover, comm)
+        if mover.rank == 1:
+            node = next(n for n in graph.nodes if "all_reduce" in str(n.target))
             node.update_arg(1, "max")
 
-    monkeypatch.setattr(insert.Inserter, "run", run)
+    monkeypatch.setattr(pipeline, "bucket_and_schedule", changed)
     model = models.seeded(models.mlp).double()
     step = made(models.mean_step, style="replicate", bucket_mb=0)
     with pytest.raises(dp.PlanError, match=r"ranks-disagree.*rank 1"):

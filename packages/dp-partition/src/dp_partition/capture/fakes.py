@@ -57,7 +57,7 @@ class Fakes:
     numbers: dict[Hyperparameter, float]
     args: list[torch.Tensor]
     sizes: Sizes
-    given: dict[int, torch.Tensor]
+    live: dict[int, torch.Tensor]
 
 
 def make_fakes(
@@ -67,7 +67,7 @@ def make_fakes(
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
     device: str | None = None,
     marked: tuple[int, ...] = (),
-    given: Mapping[int, float] = MappingProxyType({}),
+    live: Mapping[int, float] = MappingProxyType({}),
 ) -> Fakes:
     """Make a fake of every tensor read by the step.
 
@@ -78,7 +78,7 @@ def make_fakes(
         batch_of: Traced shape of a tensor argument, from the given tensor; None: its own.
         device: Apparent device of fakes; None: the tensors' own.
         marked: See ``tensors``.
-        given: Numbers among the step's arguments that stay live, by position.
+        live: Numbers among the step's arguments that stay live, by position.
     """
 
     def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -129,7 +129,7 @@ def make_fakes(
         numbers,
         [argument(index, tensor).requires_grad_(tensor.requires_grad) for index, tensor in enumerate(tensors)],
         sizes,
-        {position: symbolic_scalar(mode, number, f"number{position}") for position, number in given.items()},
+        {position: symbolic_scalar(mode, number, f"number{position}") for position, number in live.items()},
     )
 
 
@@ -140,7 +140,7 @@ def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
         entries = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
         pairs += [(Input("state", fqn, key, number), value) for key, value in entries]
     pairs += [(Input("hyper", hyper.label, hyper=hyper), scalar) for hyper, scalar in fakes.hyperparameters.items()]
-    pairs += [(Input("number", str(position)), scalar) for position, scalar in fakes.given.items()]
+    pairs += [(Input("number", str(position)), scalar) for position, scalar in fakes.live.items()]
     pairs += [(Input("arg", str(index)), tensor) for index, tensor in enumerate(fakes.args)]
     return [entry for entry, _ in pairs], [tensor for _, tensor in pairs]
 
@@ -235,7 +235,7 @@ def use_first_sizes(graph: fx.Graph, mode: FakeTensorMode) -> None:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             return value
         geometry = (*value.shape, *value.stride(), value.storage_offset())
-        if not any(isinstance(one, torch.SymInt) for one in geometry):
+        if not any(isinstance(item, torch.SymInt) for item in geometry):
             return value
         with mode, torch.no_grad():
             shape, stride = map(first, value.shape), map(first, value.stride())

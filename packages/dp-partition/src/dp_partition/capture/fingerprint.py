@@ -96,7 +96,7 @@ def fingerprint(
         if isinstance(value, nn.Module):
             tokens.append(ById(value))
             if id(value) not in placed:
-                tokens += [one for key, one in vars(value).items() if type(one) in PLAIN_TYPES]
+                tokens += [item for key, item in vars(value).items() if type(item) in PLAIN_TYPES]
                 tokens += map(ById, value.buffers())
         elif isinstance(value, dict):
             for key in value:
@@ -105,7 +105,7 @@ def fingerprint(
         elif isinstance(value, list | tuple):
             members = list(value)
         elif isinstance(value, set | frozenset):
-            tokens.append(frozenset([one if isinstance(one, PLAIN) else _key_token(one) for one in value]))
+            tokens.append(frozenset([item if isinstance(item, PLAIN) else _key_token(item) for item in value]))
         elif _is_settings(value):
             attributes = attributes_of(value)
             # A scheduler's own methods read its attributes, and torch's code is not looked at.
@@ -115,7 +115,7 @@ def fingerprint(
             tokens += counted
             members = [attributes[key] for key in counted]
         tokens.append(len(members))
-        stack += [(one, depth - 1) for one in reversed(members)]
+        stack += [(item, depth - 1) for item in reversed(members)]
     return tuple(tokens)
 
 
@@ -138,7 +138,7 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
     """Return the names of an object's slots; none for classes of libraries, whose C types declare others."""
     if not isinstance(kind, type) or _is_of_library(kind.__module__):
         return ()
-    slots = [vars(one).get("__slots__", ()) for one in kind.__mro__]
+    slots = [vars(item).get("__slots__", ()) for item in kind.__mro__]
     return tuple(name for row in slots for name in ([row] if isinstance(row, str) else row) if name[:2] != "__")
 
 
@@ -182,7 +182,7 @@ class FunctionReads:
         self._places: dict[tuple[int, str], tuple[Any, str]] = {}  # a dict, or the read-only view of a class's
         self._held: list[Any] = []  # bound objects: they cannot be replaced
         self._owners: dict[int, Any] = {}  # modules, classes and objects, whose members of a name are reached
-        todo: list[tuple[Any, Any]] = [(function, owner), *((one, None) for one in objects)]
+        todo: list[tuple[Any, Any]] = [(function, owner), *((item, None) for item in objects)]
         seen: set[int] = set()
         while todo:
             while todo:
@@ -190,7 +190,7 @@ class FunctionReads:
                 if id(value) not in seen:
                     seen.add(id(value))
                     todo += self._enter(value, owner)
-            todo = [(x, o) for one in self._owners.values() for x, o in self._members(one) if id(x) not in seen]
+            todo = [(x, o) for item in self._owners.values() for x, o in self._members(item) if id(x) not in seen]
 
     def _enter(self, value: Any, owner: Any) -> list[tuple[Any, Any]]:
         """Note the reads of a value. Return what it leads to, methods with their classes."""
@@ -198,16 +198,16 @@ class FunctionReads:
             return [(value.__func__, owner)]
         if isinstance(value, functools.partial):
             self._held += [value.args, value.keywords]
-            return [(one, None) for one in (value.func, *value.args, *value.keywords.values())]
+            return [(item, None) for item in (value.func, *value.args, *value.keywords.values())]
         if isinstance(value, types.MethodType):
             self._held.append(value.__self__)
             return [(value.__func__, type(value.__self__)), (value.__self__, None)]
         if isinstance(value, types.FunctionType):
             return self._enter_function(value, owner)
         if isinstance(value, list | tuple | set | frozenset):
-            return [(one, None) for one in itertools.islice(value, _MOST)]
+            return [(item, None) for item in itertools.islice(value, _MOST)]
         if isinstance(value, dict):
-            return [(one, None) for one in itertools.islice(value.values(), _MOST)]
+            return [(item, None) for item in itertools.islice(value.values(), _MOST)]
         if isinstance(value, types.ModuleType | type):
             if not _is_of_library(value.__name__ if isinstance(value, types.ModuleType) else value.__module__):
                 self._owners[id(value)] = value
@@ -227,7 +227,7 @@ class FunctionReads:
         table = function.__globals__
         self._note(table, (name for name in names if name in table))
         others = (wrapped, *map(contents, cells), *(function.__defaults__ or ()))
-        named = [(one, None) for one in (*others, *(table[name] for name in names if name in table))]
+        named = [(item, None) for item in (*others, *(table[name] for name in names if name in table))]
         values = dict(zip(function.__code__.co_freevars, map(contents, cells), strict=True))
         values |= {name: table[name] for name in names if name in table}
         code = (*_FUNCTIONS, type, types.ModuleType)
@@ -249,7 +249,7 @@ class FunctionReads:
             if _is_of_library(kind.__module__):
                 continue
             table = vars(kind)  # type: ignore[assignment]  # a read-only view of a dict
-            names = [n for n, one in table.items() if n in self.names or (n in _OPERATORS and callable(one))]
+            names = [n for n, item in table.items() if n in self.names or (n in _OPERATORS and callable(item))]
             self._note(table, names)
             members += [(getattr(table[name], "fget", table[name]), owner) for name in names]
         return members
@@ -357,7 +357,7 @@ class ModuleReads:
             or key in self.names
             or key in names_in_forward(type(module))
         ]
-        objects = {id(one): one for table, key in self._places if _is_settings(one := table[key])}
+        objects = {id(item): item for table, key in self._places if _is_settings(item := table[key])}
         self._objects = FunctionReads(None, objects=objects.values(), names=self._names)
         self._names |= self._objects.names
         own = dict.fromkeys(k for module in self.modules for k in type(module).__mro__ if issubclass(k, nn.Module))

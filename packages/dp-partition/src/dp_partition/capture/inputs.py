@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.fingerprint import ById, fingerprint
+from dp_partition.capture.fingerprint import ById, attributes_of, fingerprint
 from dp_partition.capture.reach import Reach
 from dp_partition.nodes import Hyperparameter
 
@@ -76,6 +76,11 @@ class CallArguments:
     live: frozenset[int] = frozenset()  # positions of numbers that are inputs of the graph
     marked: tuple[int, ...] = ()  # dims of tensors whose sizes are symbols of a trace
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the leaves, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
 
 def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """Flatten the arguments of a call, and open dataclasses and mappings among them.
@@ -106,8 +111,8 @@ def _open(name: str, leaf: Any) -> Any:
         raise _refused(name, reason, "call next() outside, and pass what it gives")
     values = _fields(leaf)
     if values is None:
-        tokens = () if callable(leaf) else fingerprint([leaf, *_slots(leaf).values()])
-        if any(isinstance(one, ById) and isinstance(one.held, torch.Tensor) for one in tokens):
+        tokens = () if callable(leaf) else fingerprint([leaf, *attributes_of(leaf).values()])
+        if any(isinstance(item, ById) and isinstance(item.held, torch.Tensor) for item in tokens):
             hint = "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node"
             reason = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
             raise _refused(name, reason, hint)
@@ -120,11 +125,6 @@ def _fields(leaf: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     return dict(leaf) if isinstance(leaf, Mapping) and hasattr(type(leaf), "__setitem__") else None
-
-
-def _slots(value: Any) -> dict[str, Any]:
-    names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _opened(leaf: Any, values: dict[Any, Any], inside: Callable[[Any], Any]) -> Opened:
@@ -150,7 +150,7 @@ def open_result(result: Any, depth: int = 8) -> Any:
             return leaf
         values = _fields(leaf)
         if values is None:
-            values = _slots(leaf) | getattr(leaf, "__dict__", {})
+            values = attributes_of(leaf)
             reached = Reach(list(values.values()))
             if not reached.tensors or reached.modules:  # an optimizer, say, or the model itself
                 return leaf
@@ -173,8 +173,8 @@ def close_arguments(arguments: Any) -> Any:
         if not is_opened(value):
             return value
         closed = copy.copy(value.shell.empty)
-        for key, one in zip(value.shell.keys, value.values, strict=True):
-            _put(closed, key, close_arguments(one))
+        for key, item in zip(value.shell.keys, value.values, strict=True):
+            _put(closed, key, close_arguments(item))
         return closed
 
     return pytree.tree_map(close, arguments, is_leaf=is_opened)
@@ -231,30 +231,30 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
             for place, param in enumerate(group["params"]):
                 state = optimizer_states.get(id(param), {})
                 parts += (id(param), _names(tuple(state)))
-                for key, one in state.items() if has_counts else ():
-                    if type(one) in (int, float):
-                        values[number, index, key, None, place] = one
-                        parts += (key, type(one))
+                for key, item in state.items() if has_counts else ():
+                    if type(item) in (int, float):
+                        values[number, index, key, None, place] = item
+                        parts += (key, type(item))
             for key in sorted(group):
                 value = group[key]
                 if key == "params" or key == "param_names" or key in _OF_SCHEDULERS:
                     continue
                 several = isinstance(value, tuple | list)
-                for position, one in enumerate(value if several else (value,)):
+                for position, item in enumerate(value if several else (value,)):
                     element = position if several else None  # betas
-                    is_number = isinstance(one, torch.Tensor) and one.numel() == 1 and one.is_floating_point()
-                    if type(one) in (bool, type(None)):
-                        parts += (key, element, one)
+                    is_number = isinstance(item, torch.Tensor) and item.numel() == 1 and item.is_floating_point()
+                    if type(item) in (bool, type(None)):
+                        parts += (key, element, item)
                     # Inputs, not part of the key: also integers and tensors that schedulers change.
-                    elif isinstance(one, float) or is_number or (isinstance(one, int) and key in _LIVE_INTEGERS):
-                        values[number, index, key, element, None] = float(one)
-                    elif type(one) is int:
-                        values[number, index, key, element, None] = one
+                    elif isinstance(item, float) or is_number or (isinstance(item, int) and key in _LIVE_INTEGERS):
+                        values[number, index, key, element, None] = float(item)
+                    elif type(item) is int:
+                        values[number, index, key, element, None] = item
                         parts += (key, element, int)
-                    elif isinstance(one, torch.Tensor):
-                        parts += (key, element, tuple(one.shape), one.dtype, one.device)
+                    elif isinstance(item, torch.Tensor):
+                        parts += (key, element, tuple(item.shape), item.dtype, item.device)
                     else:
-                        parts += (key, element, fingerprint([one]))
+                        parts += (key, element, fingerprint([item]))
         parts += (type(optimizer).__qualname__, optimizer_attributes(optimizer))
     return OptimizerReads(states, values, tuple(parts))
 

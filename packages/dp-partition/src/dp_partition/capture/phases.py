@@ -145,9 +145,9 @@ class _DifferentiableTag(torch.autograd.Function):
 class RandomReplay(TorchDispatchMode):
     """Refuses draws of torch's default generators in backward, restored states elsewhere, and c10d's collectives."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, phases: Phases) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.name = name
+        self.name, self.phases = name, phases
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -168,8 +168,10 @@ class RandomReplay(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":  # in place, and waited for by a handle that no graph holds
-            reason = f"torch.distributed runs {func.name()} in it, for which a graph would not wait"
-            hint = "reduce in front of or behind the step, with a functional collective"
+            stepping = self.phases.stepping
+            caller = f"the optimizer {stepping}" if stepping else "it"
+            reason = f"{caller} runs torch.distributed's {func.name()}, for which a graph would not wait"
+            hint = "pass an optimizer that does not communicate" if stepping else "reduce before or after the step"
             raise PlanError(Problem("not-traceable", self.name, found=reason, hint=hint))
         if is_in_backward() and is_random(func, args, kwargs) and kwargs.get("generator") is None:
             raise self._refused(f"recomputes {func}, which draws")

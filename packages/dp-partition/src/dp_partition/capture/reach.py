@@ -159,7 +159,7 @@ class Reach:
 
 def _with_parameters(module: nn.Module) -> list[nn.Module]:
     if next(module.parameters(recurse=False), None) is None and isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return [one for child in module.children() for one in _with_parameters(child)]
+        return [item for child in module.children() for item in _with_parameters(child)]
     return [module] if next(module.parameters(), None) is not None else []
 
 
@@ -201,7 +201,7 @@ class PythonState:
                 self.generators.append((*access, copy.deepcopy(bits.state)))
         for optimizer in reach.optimizers:
             self.placed |= {id(vars(optimizer)), id(optimizer.state), *map(id, optimizer.state.values())}
-            self.placed |= {id(one) for group in optimizer.param_groups for one in (group, group["params"])}
+            self.placed |= {id(item) for group in optimizer.param_groups for item in (group, group["params"])}
         self.tables = [(table, table.copy()) for table in {id(table): table for table in tables}.values()]
 
     def changes(self) -> list[str]:
@@ -271,5 +271,5 @@ class PythonState:
             put_back(state)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+def _same(item: Any, other: Any) -> bool:
+    return len(item) == len(other) and all(a is b for a, b in zip(item, other, strict=True))

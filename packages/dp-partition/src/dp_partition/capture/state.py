@@ -83,7 +83,7 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if is_reached:
         reach = Reach(function, args, kwargs)
         modules = [(f"{type(module).__name__}{number}", module) for number, module in enumerate(reach.modules)]
-        optimizers += [one for one in reach.optimizers if all(one is not seen for seen in optimizers)]
+        optimizers += [item for item in reach.optimizers if all(item is not seen for seen in optimizers)]
     if not modules:
         name, hint = getattr(function, "__name__", "train_step"), "pass the model as an argument of the train step"
         raise PlanError(Problem("wrong-type", name, found="no nn.Module", hint=hint))

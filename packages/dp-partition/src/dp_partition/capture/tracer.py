@@ -48,6 +48,32 @@ from dp_partition.nodes import Hyperparameter, Input, meta_of
 
 
 @dataclass
+class LiveNumbers:
+    """Numbers that are inputs of a graph, as symbols of its trace."""
+
+    guards: list[Any]  # decisions of the trace on them, as sympy expressions
+    hyperparameters: dict[Hyperparameter, Any]
+    arguments: dict[int, Any]  # those among the arguments, by position
+    sizes: Sizes
+
+    def allow(self, values: dict[tuple[Any, ...], float], numbers: tuple[float, ...]) -> bool:
+        """Return True if these hyperparameters, arguments and sizes lead to each decision of the trace."""
+        symbols = {symbol: values[hyper] for hyper, symbol in self.hyperparameters.items() if symbol is not None}
+        symbols |= dict(zip((*self.arguments.values(), *self.sizes.values()), numbers, strict=True))
+        return all(bool(guard.xreplace(symbols)) for guard in self.guards)
+
+
+@dataclass
+class Effects:
+    """Changes that a step makes beside tensors, for a graph to repeat."""
+
+    cleared: bool = False  # gradients were cleared before the first backward pass
+    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # modules in another mode than before, and that
+    trained: dict[str, bool] = field(default_factory=dict)  # parameters with another `requires_grad`, and its value
+    left: list[str] = field(default_factory=list)  # parameters with gradients left for the next call to clear
+
+
+@dataclass
 class Capture:
     """A traced train step."""
 
@@ -55,19 +81,10 @@ class Capture:
     inputs: list[Input]
     returned: Returned  # values returned and installed by the step, as outputs of the graph
     mode: FakeTensorMode  # the fake mode of the nodes' ``meta["val"]``
-    guards: list[Any] = field(default_factory=list)  # conditions of the trace on hyperparameters, as sympy expressions
-    symbols: dict[Hyperparameter, Any] = field(default_factory=dict)
-    cleared: bool = False  # the step clears gradients before its first backward
+    live: LiveNumbers
+    effects: Effects
     # names of parameters with gradients read by the step, and the number of backward passes to each
     gradients: Counter[str] = field(default_factory=Counter)
-    sizes: Sizes = field(default_factory=dict)  # the symbol of each symbolic size
-    # the symbol of each live number among the arguments, by its position
-    numbers: dict[int, Any] = field(default_factory=dict)
-    # modules left in another mode than before, and that mode
-    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
-    # parameters left with another `requires_grad`, and its value
-    trained: dict[str, bool] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)  # names of parameters with gradients left for the next call to clear
     # number of the optimizer and of the parameter group of a parameter, by its name
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -76,7 +93,6 @@ class _Tracing:
     """One step on fake tensors; arguments and results as for `trace_step`. ``flat`` is in the order of the inputs."""
 
     returned: Returned
-    symbols: dict[Hyperparameter, Any]
     modes: list[tuple[nn.Module, bool]]
 
     def __init__(
@@ -87,12 +103,11 @@ class _Tracing:
         batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
         device: str | None,
     ) -> None:
-        self.function, self.step_state, self.leaves, self.spec = function, step_state, call.leaves, call.spec
-        self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        self.function, self.step_state, self.call = function, step_state, call
         self.mode = new_fake_mode()
-        tensors, given = [self.leaves[i] for i in self.positions], {i: self.leaves[i] for i in sorted(call.live)}
-        self.fakes = make_fakes(self.mode, step_state, tensors, batch_of, device, call.marked, given)
-        self.numbers: dict[int, Any] = {}
+        tensors, live = call.tensors, {i: call.leaves[i] for i in sorted(call.live)}
+        self.fakes = make_fakes(self.mode, step_state, tensors, batch_of, device, call.marked, live)
+        self.live = LiveNumbers([], {}, {}, self.fakes.sizes)
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
         self.written = _WrittenTensors()  # restored after the trace
@@ -115,18 +130,19 @@ class _Tracing:
 
     def body(self, *tensors: Any) -> list[Any]:
         """Run the step as a function of its inputs; return its graph's values."""
-        call = list(self.leaves)  # the step's own arguments, with the graph's inputs in place of tensors
-        for position, value in zip(self.positions, tensors[len(tensors) - len(self.positions) :], strict=True):
-            call[position] = value
-        for position, scalar in self.fakes.given.items():
+        leaves = list(self.call.leaves)  # the step's own arguments, with the graph's inputs in place of tensors
+        positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for position, value in zip(positions, tensors[len(tensors) - len(positions) :], strict=True):
+            leaves[position] = value
+        for position, scalar in self.fakes.live.items():
             number: Any = scalar.item()
-            call[position], self.numbers[position] = number, number.node.expr
-        args, kwargs = pytree.tree_unflatten(call, self.spec)
+            leaves[position], self.live.arguments[position] = number, number.node.expr
+        args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
         optimizers, modules = self.step_state.optimizers, [module for _, module in self.step_state.modules]
         recording = self.phases.recording(optimizers, modules)
-        with installed(self.step_state, self.fakes) as self.symbols, recording:
+        with installed(self.step_state, self.fakes) as self.live.hyperparameters, recording:
             tagging = gradients_tagging(dict(self.fakes.params))
-            replay = RandomReplay(self.name).installed()
+            replay = RandomReplay(self.name, self.phases).installed()
             memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key is reused
             modes = [(part, part.training) for module in modules for part in module.modules()]
             with tagging, torch.enable_grad(), changes_recorded(optimizers) as changes, replay, self.written:
@@ -151,10 +167,10 @@ class _WrittenTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
-            for one in pytree.tree_leaves((args, kwargs)):
-                if isinstance(one, torch.Tensor) and not isinstance(one, FakeTensor) and id(one) not in self.values:
+            for item in pytree.tree_leaves((args, kwargs)):
+                if isinstance(item, torch.Tensor) and not isinstance(item, FakeTensor) and id(item) not in self.values:
                     with without_modes():
-                        self.values[id(one)] = one, one.detach().clone()
+                        self.values[id(item)] = item, item.detach().clone()
         return func(*args, **(kwargs or {}))
 
     def restore(self) -> None:
@@ -194,20 +210,19 @@ def trace_step(
         problem = trace_problem(tracing.name, error, tracing.phases.stepping)
         raise PlanError(problem, "the train step could not be traced") from error
     shape_env: Any = tracing.mode.shape_env
-    guards = [guard.expr for guard in shape_env.guards]  # decided in the trace
-    parts = (tracing.inputs, tracing.returned, tracing.mode, guards, tracing.symbols)
-    capture = Capture(module, *parts, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
-    capture.numbers = tracing.numbers
+    tracing.live.guards = [guard.expr for guard in shape_env.guards]
+    effects = Effects(tracing.phases.cleared, tracing.modes)
+    capture = Capture(module, tracing.inputs, tracing.returned, tracing.mode, tracing.live, effects)
     fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
     for number, optimizer in enumerate(step_state.optimizers):  # for fused kernels, which take plain floats
         for index, group in enumerate(optimizer.param_groups):
             capture.groups |= {fqn_of[id(param)]: (number, index) for param in group["params"]}
     for name, param in tracing.fakes.params.items():
         if param.requires_grad != step_state.params[name].requires_grad:
-            capture.trained[name] = param.requires_grad
+            effects.trained[name] = param.requires_grad
         if param.grad is not None:
-            capture.left.append(name)
-    if capture.sizes:  # only a trace with symbols
+            effects.left.append(name)
+    if capture.live.sizes:  # only a trace with symbols
         use_first_sizes(module.graph, tracing.mode)
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
@@ -266,6 +281,10 @@ def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
     if "Multiple dispatch failed" in text[0]:  # a parameter among fakes; the trace would burn its value in
         reason, hint = REACHED
         return Problem("parameter-in-closure", name, found=f"a parameter: {reason}{user_line(error)}", hint=hint)
+    if "pickle" in text[0]:
+        reason = "it pickles tensors, as torch.save does, which have no values while it is traced"
+        hint = "save between two calls: with step.unsharded(): torch.save(model.state_dict(), path)"
+        return Problem("not-traceable", name, found=reason + user_line(error), hint=hint)
     if optimizer:
         hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
         reason = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
@@ -286,9 +305,9 @@ def asks_for_values(error: Exception) -> bool:
 def user_line(error: BaseException) -> str:
     """Return an error's innermost line outside of torch and this package, as text."""
     between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
-    lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
-    lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
-    lines = [one for one in lines if not one.filename.startswith(between[:2])]  # torch and this package
+    lines = [item for item in traceback.extract_tb(error.__traceback__) if item.filename[0] != "<"]
+    lines = [item for item in lines if "site-packages" in item.filename or not item.filename.startswith(between[2])]
+    lines = [item for item in lines if not item.filename.startswith(between[:2])]  # torch and this package
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
 
 

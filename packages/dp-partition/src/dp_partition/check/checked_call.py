@@ -5,7 +5,7 @@ The steps (all ranks alike, since the copy and the averages communicate):
 1. agree that the copy fits, take a snapshot to go back to, copy the step;
 2. run the copy; where it raises on any rank, all raise, before a collective of the graph;
 3. run the graph from the same random numbers, and compare;
-4. what is suspicious on any rank is judged by more runs of the copy;
+4. what is suspicious on any rank is beyond_spread by more runs of the copy;
 5. on a mismatch restore the snapshot and raise on every rank.
 """
 
@@ -33,8 +33,8 @@ from dp_partition.capture.state import StepState, choose_foreach, index_tensors
 from dp_partition.check.reference import (
     INTEGERS,
     Difference,
-    Ended,
     Outcome,
+    ReferenceEnd,
     StepCopy,
     copy_step,
     differences,
@@ -146,7 +146,7 @@ class CheckedCall:
             error.add_note(f"raised by the check of {self.runner.subject}; everything is as before the call")
             raise
 
-    def own_run(self, copied: StepCopy) -> Ended:
+    def own_run(self, copied: StepCopy) -> ReferenceEnd:
         """Run the copy; raise on every rank where it fails on any.
 
         The graph has not run then, so no rank waits in one of its collectives for one that has raised.
@@ -155,7 +155,7 @@ class CheckedCall:
         ended = self.reference(copied)
         if ended.outcome is not None and modes != global_modes():
             torch.set_grad_enabled(modes[0])
-            ended = Ended(error=RuntimeError("it leaves a mode of torch on, or another default dtype"))
+            ended = ReferenceEnd(error=RuntimeError("it leaves a mode of torch on, or another default dtype"))
         failure = None
         if self.versions() != versions:
             failure = "the step reaches the live model past its arguments: the copy of it wrote to live tensors"
@@ -171,7 +171,7 @@ class CheckedCall:
             raise CheckMismatch(problems, "the step's own run on a copy failed") from ended.error
         return ended
 
-    def conclude(self, ended: Ended, result: Any, draws_alike: bool) -> None:
+    def conclude(self, ended: ReferenceEnd, result: Any, draws_alike: bool) -> None:
         """Compare; raise on every rank what any rank found, or choose the next call to check."""
         mismatches: list[Difference] = []
         if ended.outcome is not None:
@@ -185,15 +185,16 @@ class CheckedCall:
         program.checked_sizes.update(program.sizes_of(leaves).items())
         program.checked_numbers.add(program.numbers_of(leaves))  # live ones need two checks, with different values
         # Another check of one that ended unchecked would end in the same way.
-        program.is_checked = len(program.checked_numbers) > 1 or not program.capture.numbers or bool(ended.unchecked)
+        has_all = len(program.checked_numbers) > 1 or not program.capture.live.arguments
+        program.is_checked = has_all or bool(ended.unchecked)
         # Some rank may have traced a graph alone, which no check has run yet.
-        unseen = any(not one.is_checked for same_key in self.runner.traces.programs.values() for one in same_key)
+        unseen = any(not item.is_checked for same_key in self.runner.traces.programs.values() for item in same_key)
         rows = self.gather((ended.unchecked, len(mismatches), unseen))
         reason = next((text for text, *_ in rows if text), "")
         if reason:
             self.note_unchecked(reason)
         elif any(count for _, count, _ in rows):
-            mismatches = self.judged(mismatches, ended.outcome)  # communicates: all ranks take part
+            mismatches = self.beyond_spread(mismatches, ended.outcome)  # communicates: all ranks take part
             self.hint = likely_causes(self.runner.schedule.last_equal)
             self.raise_mismatch(mismatches)
         self.runner.schedule.num_checked += not reason
@@ -201,9 +202,9 @@ class CheckedCall:
         schedule.last_equal = schedule.last_equal if reason else schedule.calls
         self.advance(unseen=self.is_shared and any(flag for *_, flag in rows))
 
-    def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
+    def beyond_spread(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
         """Leave out differences found between right results as well."""
-        noise = dict.fromkeys((one.name for one in found), 0.0)
+        noise = dict.fromkeys((item.name for item in found), 0.0)
         post, after = Snapshot(self.binding, self.arguments), self.random_state()
         precision = Precision()
         with precision:
@@ -216,12 +217,12 @@ class CheckedCall:
         post.restore()
         after.restore()
         result = []
-        for one in found:
-            value = None if reference is None else reference.value(one.name)
+        for item in found:
+            value = None if reference is None else reference.value(item.name)
             is_count = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
             # Rounding changes integers at near ties only.
-            if one.error > FACTOR * noise[one.name] and not (is_count and one.error < INTEGERS):
-                result.append(replace(one, noise=noise[one.name]))
+            if item.error > FACTOR * noise[item.name] and not (is_count and item.error < INTEGERS):
+                result.append(replace(item, noise=noise[item.name]))
         return result
 
     def variation(self, transform: Transform | None) -> Outcome | None:
@@ -238,7 +239,7 @@ class CheckedCall:
 
     def raise_mismatch(self, found: list[Difference]) -> None:
         """Raise on every rank if any rank has a difference."""
-        rows = self.gather([(one.name, str(one), one.noise) for one in found[:8]])
+        rows = self.gather([(item.name, str(item), item.noise) for item in found[:8]])
         problems: list[Problem] = []
         for rank, row in enumerate(rows):
             for name, text, noise in row:
@@ -266,13 +267,13 @@ class CheckedCall:
         for optimizer in copied.step_state.optimizers:
             choose_foreach(optimizer)  # as the trace does: in half precision the two ways differ by a rounding
         if self.runner.schedule.calls > 1:
-            programs = [one for same_key in self.runner.traces.programs.values() for one in same_key]
-            for name in {name for one in programs for name in one.capture.left}:
+            programs = [item for same_key in self.runner.traces.programs.values() for item in same_key]
+            for name in {name for item in programs for name in item.capture.effects.left}:
                 # The graph leaves no gradients: existing ones must not matter to the step.
                 copied.step_state.params[name].grad = torch.ones_like(copied.step_state.params[name])
         return copied
 
-    def reference(self, copied: StepCopy) -> Ended:
+    def reference(self, copied: StepCopy) -> ReferenceEnd:
         settings = self.runner.settings
         nodes = self.program.module.graph.nodes
         wanted = {name: lies for node in nodes for _, name, lies in meta_of(node).get("reads", ())}
@@ -431,27 +432,27 @@ class CheckedEagerCall(CheckedCall):
     """
 
     def __init__(self, runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.runner, self.eager = runner, runner.eager
+        self.runner = runner
         self.live_arguments = self.arguments = (args, kwargs)
         self.roots = (runner.function, args, kwargs)
         self.communicates = runner.mesh.size() > 1
         # A watched call runs uncompiled; torch's compiler sets `capturable` of an optimizer on CUDA.
-        self.is_watched = runner.eager.is_sharded and not runner.eager.is_placed
+        self.is_watched = runner.eager.is_sharded and runner.eager.placed is None
 
     def run(self) -> Any:
-        if self.eager.reducer is None:
-            self.eager.start(
+        if self.runner.eager.reducer is None:
+            self.runner.eager.start(
                 *self.live_arguments, self.runner.number
             )  # rank 0's values everywhere, before they are copied
         self.reach = Reach(*self.roots)  # what the call itself makes (a copy of the model) is not compared
         reason = self.refused(lambda: self.not_copyable(state_of(self.reach)))
-        ended = Ended()
+        ended = ReferenceEnd()
         if not reason:
             python, self.random = PythonState(*self.roots), self.random_state()
             reason, ended = self.compared_run()
             python.restore()
             self.random.restore()
-        result = self.eager(*self.live_arguments, self.runner.number)
+        result = self.runner.eager(*self.live_arguments, self.runner.number)
         if reason or ended.outcome is None:
             self.runner.leave_unchecked(reason)
             return result
@@ -459,16 +460,16 @@ class CheckedEagerCall(CheckedCall):
         mismatches = differences(outcome, ended.outcome)
         if any(self.gather(len(mismatches))):
             self.before, python = Snapshot(self.binding, self.arguments), PythonState(*self.roots)
-            mismatches = self.judged(mismatches, ended.outcome)
+            mismatches = self.beyond_spread(mismatches, ended.outcome)
             python.restore()
             self.raise_mismatch(mismatches)
         self.runner.checked.append(sum(tensor.numel() for tensor in ended.outcome.tensors.values()))
         return result
 
-    def compared_run(self) -> tuple[str, Ended]:
+    def compared_run(self) -> tuple[str, ReferenceEnd]:
         """Run a copy of the step; return a reason against a comparison, the same on all ranks, and the run's end."""
         state = state_of(self.reach)
-        placed: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
+        placed: Any = SimpleNamespace(step_state=state, mesh=self.runner.mesh)
         # Left by earlier calls; shards are gathered on all ranks, before a copy can fail on one.
         self.left = [None if p.grad is None else full_tensor(p.grad).clone() for p in state.params.values()]
 
@@ -477,9 +478,9 @@ class CheckedEagerCall(CheckedCall):
             return ""
 
         if reason := self.refused(shadowed):
-            return reason, Ended()
+            return reason, ReferenceEnd()
         state = self.shadow.step_state
-        self.binding: Any = SimpleNamespace(step_state=state, params=state.params, mesh=self.runner.mesh)
+        self.binding: Any = SimpleNamespace(step_state=state, mesh=self.runner.mesh)
         self.arguments = (self.shadow.args, self.shadow.kwargs)
         copies: list[StepCopy] = []
 
@@ -488,7 +489,7 @@ class CheckedEagerCall(CheckedCall):
             return ""
 
         if reason := self.refused(copied):
-            return reason, Ended()
+            return reason, ReferenceEnd()
         ended = self.reference(copies.pop())
         reasons = self.gather(ended.unchecked or (f"its copy raises {ended.error!r}"[:200] if ended.error else ""))
         return next(filter(None, reasons), ""), ended
@@ -538,13 +539,13 @@ class CheckedEagerCall(CheckedCall):
             param.grad = None if gradient is None else gradient.clone()
         return copied
 
-    def reference(self, copied: StepCopy) -> Ended:
+    def reference(self, copied: StepCopy) -> ReferenceEnd:
         with torch.compiler.set_stance("force_eager") if self.is_watched else nullcontext():
             return run_reference(copied, self.binding, self.runner.settings, averages=True, is_eager=True)
 
     def roll_back(self) -> str:
         """Return a summary alone: a call on FSDP2's shards is not undone."""
-        calls, name = self.eager.num_calls, self.runner.name
+        calls, name = self.runner.eager.num_calls, self.runner.name
         return f"call {calls} of {name} does not do what the step does on full parameters; the call's values stay"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_partition._shared.consensus import all_gather_objects
 from dp_partition.capture.phases import hook_gradient
-from dp_partition.passes.bucketing import division
+from dp_partition.passes.bucketing import divisors
 from dp_partition.plan.placements import all_groups
 from dp_partition.plan.plan import CommConfig
 
@@ -33,6 +34,16 @@ class NotComparableError(BaseException):
     """The reference is not comparable with the graph; holds the reason."""
 
 
+@dataclass
+class MicroBatches:
+    """Sums of gradients over the micro-batches of a call."""
+
+    count: int = 1
+    is_last: bool = True  # whether the last one runs
+    passes: int = 0  # number of backward passes of the present one so far
+    sums: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each pass, by parameter
+
+
 class GradientAverage:
     """Work on gradients at the end of a backward pass of the reference."""
 
@@ -42,10 +53,9 @@ class GradientAverage:
         self.averages, self.of_grad = averages, True  # average over the ranks; also what torch.autograd.grad returns
         self.meets = averages and (mesh.size() > 1 or comm.reduce_dtype is not None)
         self.stopped: int | None = None  # reason against any further communication; None while all ranks run
-        self.depth = self.passes = 0
+        self.depth = 0
         self.fired: set[str] = set()  # parameters with a gradient in this pass
-        self.micro_batches, self.is_last = 1, True
-        self.sums: list[dict[str, torch.Tensor]] = []
+        self.micro = MicroBatches()
         # complete gradients by name, from the first backward pass with one; None if another pass adds to it
         self.noted: dict[str, torch.Tensor | None] = {}
         self.held: frozenset[str] = frozenset()
@@ -63,7 +73,7 @@ class GradientAverage:
                 stack.callback(hook_gradient(param, note).remove)
             stack.enter_context(patch.object(torch.autograd, "backward", self._around(backward, self._after_backward)))
             stack.enter_context(patch.object(torch.autograd, "grad", self._around(grad, self._after_grad)))
-            self.passes, self.fired = 0, set()
+            self.micro.passes, self.fired = 0, set()
             yield
             if self.fired and self.averages:
                 raise NotComparableError("takes gradients past torch.autograd.backward and torch.autograd.grad")
@@ -73,7 +83,7 @@ class GradientAverage:
             if self.depth:  # re-entrant checkpointing calls backward within backward
                 return call(*args, **kwargs)
             before: dict[str, torch.Tensor | None] = dict.fromkeys(self.params)
-            if self.micro_batches > 1:
+            if self.micro.count > 1:
                 before = {n: None if p.grad is None else p.grad.clone() for n, p in self.params.items()}
             self.held = frozenset(name for name, param in self.params.items() if param.grad is not None)
             self.depth += 1
@@ -104,54 +114,53 @@ class GradientAverage:
         **kwargs: Any,
     ) -> Any:
         names = {id(param): name for name, param in self.params.items()}
-        asked = [names.get(id(one)) for one in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
+        asked = [names.get(id(item)) for item in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
         if not self.averages or not self.of_grad or not any(asked):
             self.fired.clear()
             return result
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(self.params)
-        gradients |= {name: one for name, one in zip(asked, result, strict=True) if name is not None}
+        gradients |= {name: item for name, item in zip(asked, result, strict=True) if name is not None}
         reduced = self._reduced(gradients, dict.fromkeys(self.params))
-        self._note_complete({name: one for name, one in reduced.items() if name in asked})
+        self._note_complete({name: item for name, item in reduced.items() if name in asked})
         self.fired.clear()
-        return tuple(one if name is None else reduced.get(name, one) for name, one in zip(asked, result, strict=True))
+        pairs = zip(asked, result, strict=True)
+        return tuple(value if name is None else reduced.get(name, value) for name, value in pairs)
 
     def _note_complete(self, gradients: dict[str, torch.Tensor | None]) -> None:
-        if not self.is_last:
+        if not self.micro.is_last:
             return
         for name in self.fired:
-            one = gradients.get(name)
-            self.noted[name] = None if one is None or name in self.noted else one.detach().clone()
+            item = gradients.get(name)
+            self.noted[name] = None if item is None or name in self.noted else item.detach().clone()
 
     @torch.no_grad()
     def _reduced(
         self, gradients: dict[str, torch.Tensor | None], before: dict[str, torch.Tensor | None]
     ) -> dict[str, torch.Tensor]:
-        if any(one is not None and one.is_sparse for one in gradients.values()):
+        if any(item is not None and item.is_sparse for item in gradients.values()):
             raise NotComparableError("has sparse gradients")
-        if self.micro_batches > 1:
+        if self.micro.count > 1:
             gradients = self._over_micro_batches(gradients, before)
-            if not self.is_last:
+            if not self.micro.is_last:
                 return {}
         if not self.meets:
-            return {name: one for name, one in gradients.items() if one is not None}
-        present = self.meet(RUNNING, [one is not None for one in gradients.values()])  # on any rank
+            return {name: item for name, item in gradients.items() if item is not None}
+        present = self.meet(RUNNING, [item is not None for item in gradients.values()])  # on any rank
         full = {  # zeros if only other ranks have one
-            name: torch.zeros_like(self.params[name]) if one is None else one
-            for (name, one), anywhere in zip(gradients.items(), present, strict=True)
+            name: torch.zeros_like(self.params[name]) if item is None else item
+            for (name, item), anywhere in zip(gradients.items(), present, strict=True)
             if anywhere
         }
         result: dict[str, torch.Tensor] = {}
-        for dtype in dict.fromkeys(one.dtype for one in full.values()):
-            names = [name for name, one in full.items() if one.dtype == dtype]
+        for dtype in dict.fromkeys(item.dtype for item in full.values()):
+            names = [name for name, item in full.items() if item.dtype == dtype]
             flat = torch.cat([full[name].reshape(-1) for name in names])
-            sent = flat if self.comm.reduce_dtype is None else flat.to(self.comm.reduce_dtype)
-            halves = sent.dtype is torch.float16 and flat.dtype is not torch.float16
-            first, second = division(self.mesh.size()) if halves else (1.0, 1.0)
-            sent = sent / first if halves else sent  # within float16's range
-            for group in all_groups(self.mesh):  # the average of each axis, as in the graph's collectives
+            sent = flat.to(self.comm.reduce_dtype or dtype)
+            divisor, rest = divisors(sent.dtype, self.mesh.size())
+            sent = sent / divisor
+            for group in all_groups(self.mesh):
                 dist.all_reduce(sent, group=group)
-                sent = sent if halves else sent / dist.get_world_size(group)
-            flat = (sent / second if halves else sent).to(flat.dtype)
+            flat = (sent if rest == 1 else sent / rest).to(dtype)
             parts = flat.split([full[name].numel() for name in names])  # views of one reduced buffer
             for name, part in zip(names, parts, strict=True):
                 like = full[name]
@@ -162,10 +171,10 @@ class GradientAverage:
         self, gradients: dict[str, torch.Tensor | None], before: dict[str, torch.Tensor | None]
     ) -> dict[str, torch.Tensor | None]:
         """Return the mean over the micro-batches of this pass's addition to the gradients."""
-        if self.passes == len(self.sums):
-            self.sums.append({})  # this pass runs for the first time
-        sums = self.sums[self.passes]
-        self.passes += 1
+        if self.micro.passes == len(self.micro.sums):
+            self.micro.sums.append({})  # this pass runs for the first time
+        sums = self.micro.sums[self.micro.passes]
+        self.micro.passes += 1
         mean: dict[str, torch.Tensor | None] = {}
         for name, gradient in gradients.items():
             old = before[name]
@@ -173,7 +182,7 @@ class GradientAverage:
             if added is not None:
                 sums[name] = sums[name] + added if name in sums else added.clone()
             total = sums.get(name)
-            mean[name] = old if total is None else total / self.micro_batches + (0 if old is None else old)
+            mean[name] = old if total is None else total / self.micro.count + (0 if old is None else old)
         return mean
 
     def meet(self, status: int, present: list[bool] | None = None) -> list[bool]:
@@ -188,7 +197,7 @@ class GradientAverage:
             raise PeerStoppedError
         mine = (status, present or [False] * len(self.params))
         rows = all_gather_objects(self.mesh, mine, "the eager run of a check")
-        statuses = {one for one, _ in rows}
+        statuses = {item for item, _ in rows}
         if statuses != {RUNNING}:
             self.stopped = max(statuses)
         if len(statuses) > 1:

@@ -75,7 +75,7 @@ class Outcome:
 
 
 @dataclass
-class Ended:
+class ReferenceEnd:
     """End of a reference run: an outcome, an error (the step's or about it), or neither."""
 
     outcome: Outcome | None = None
@@ -94,7 +94,7 @@ def copy_step(
     """
     change = transform or (lambda tensor: tensor)  # for the variations of a check
     replaced: dict[int, torch.Tensor] = {}
-    params = list(binding.params.values())
+    params = list(binding.step_state.params.values())
     states = [x for *_, state in binding.step_state.states() for x in state.values() if isinstance(x, DTensor)]
     for index, full in enumerate(full_copies([*params, *states], binding.mesh)):  # fused kernels go by memory
         if index >= len(params):
@@ -112,7 +112,7 @@ def copy_step(
     copied_state = StepState(modules, optimizers)
     index_tensors(copied_state)
     # The live step's names: those of another step with which it shares, of trained tensors in no module as well.
-    copied_state.params = dict(zip(binding.params, copies, strict=True))
+    copied_state.params = dict(zip(binding.step_state.params, copies, strict=True))
     copied_state.aliases = dict(step_state.aliases)
     return StepCopy(new_function, new_args, new_kwargs, copied_state)
 
@@ -132,11 +132,11 @@ def leading_to(owned: list[Any], function: Callable[..., Any]) -> set[int]:
         if name in value.__globals__
     ]
     values = {id(table[name]): table[name] for table, name in tables}
-    for one, value in values.items():
-        if one not in ids:
+    for item, value in values.items():
+        if item not in ids:
             reached = Reach(value)
             if not ids.isdisjoint(reached.seen) or not ids.isdisjoint(map(id, reached.tensors)):
-                ids.add(one)
+                ids.add(item)
     return ids
 
 
@@ -149,7 +149,7 @@ def run_reference(
     *,
     is_eager: bool = False,
     means: frozenset[int] = frozenset(),
-) -> Ended:
+) -> ReferenceEnd:
     """Run a copy to its end, on all ranks alike. Random numbers come from the generators' present state.
 
     Args:
@@ -181,24 +181,24 @@ def run_reference(
         average.meet(FINISHED)  # no peer may still wait for an average
     except PeerStoppedError:
         if average.stopped == OUT_OF_MEMORY:
-            return Ended(unchecked="out of memory on another rank")
+            return ReferenceEnd(unchecked="out of memory on another rank")
         text = "raises on another rank" if average.stopped == FAILED else "runs other backward passes on other ranks"
-        return Ended(unchecked=f"the eager run {text}")
+        return ReferenceEnd(unchecked=f"the eager run {text}")
     except NotComparableError as reason:
         with suppress(PeerStoppedError):  # peers may wait in an average
             average.meet(FINISHED)
-        return Ended(unchecked=f"the step {reason}")
+        return ReferenceEnd(unchecked=f"the step {reason}")
     except Exception as error:
         if is_out_of_memory(error):
             with suppress(PeerStoppedError):
                 average.meet(OUT_OF_MEMORY)
-            return Ended(unchecked="out of memory")
+            return ReferenceEnd(unchecked="out of memory")
         with suppress(PeerStoppedError):
             average.meet(FAILED)
-        return Ended(error=error, is_own=True)
+        return ReferenceEnd(error=error, is_own=True)
     if not is_eager and _plain(constants.read(placed)) != python_before:
         # The graph runs none of the step's Python, so the next call would find the values of this one.
-        return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
+        return ReferenceEnd(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(open_result(result))
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
@@ -207,14 +207,18 @@ def run_reference(
         return value.detach() if is_whole else cut(value.detach(), Shard(settings.batch_dim), binding)
 
     tensors = _locals(copied.step_state, binding) | argument_values(arguments, rows)
-    if any(isinstance(one, FakeTensor) for one in (*leaves, *tensors.values())):
-        return Ended(error=RuntimeError("it uses a fake tensor: a cache outside its arguments has one of the trace"))
+    if any(isinstance(item, FakeTensor) for item in (*leaves, *tensors.values())):
+        return ReferenceEnd(
+            error=RuntimeError("it uses a fake tensor: a cache outside its arguments has one of the trace")
+        )
     outcome = Outcome(leaves, spec, tensors, before, numbers_of(copied.step_state))
     outcome.add_gradients(argument_gradients(arguments, rows))
     if average.averages or not local:
-        full = {name: one for name, one in average.noted.items() if one is not None and name in (wanted or {})}
-        outcome.add_gradients({name: cut(one, (wanted or {})[name], binding) for name, one in full.items()})
-    return Ended(outcome)
+        wanted = wanted or {}
+        full = {name: gradient for name, gradient in average.noted.items() if name in wanted}
+        cuts = {name: cut(gradient, wanted[name], binding) for name, gradient in full.items() if gradient is not None}
+        outcome.add_gradients(cuts)
+    return ReferenceEnd(outcome)
 
 
 def _plain(value: Any) -> Any:
@@ -232,7 +236,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Settings, means: frozenset[int]) -> Any:
     """Run the step on each micro-batch. Only the last one's update counts, with the mean of all gradients."""
     count, dim = settings.accumulate, settings.batch_dim
-    average.micro_batches = count
+    average.micro.count = count
 
     def clone(value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -246,7 +250,7 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
     values = [param.detach().clone() for param in copied.step_state.params.values()]  # start of each micro-batch
     results = []
     for index in range(count):
-        average.is_last = index == count - 1
+        average.micro.is_last = index == count - 1
         # Restored after all micro-batches but the last.
         states = [
             {param: {key: clone(value) for key, value in state.items()} for param, state in optimizer.state.items()}
@@ -255,7 +259,7 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
         args, kwargs = pytree.tree_map(partial(rows, index=index), (copied.args, copied.kwargs))
         with average.installed():
             results.append(pytree.tree_flatten(open_result(copied.function(*args, **kwargs))))
-        if average.is_last:
+        if average.micro.is_last:
             break  # its update is the step's
         with torch.no_grad():
             for param, value in zip(copied.step_state.params.values(), values, strict=True):
@@ -432,14 +436,14 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
     return mismatches
 
 
-def measure(name: str, one: Outcome, reference: Outcome) -> float:
+def measure(name: str, item: Outcome, reference: Outcome) -> float:
     """Return the error of one value between two runs from nearly equal tensors."""
-    got, want = one.value(name), reference.value(name)
+    got, want = item.value(name), reference.value(name)
     if got is None or want is None:
         return 0.0
     if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
         return _number_error(got, want)
-    start, before = one.before.get(name), reference.before.get(name)
+    start, before = item.before.get(name), reference.before.get(name)
     if start is not None and before is not None and got.shape == want.shape and got.is_floating_point():
         got = got.double() - start.double() + before.double()  # without the difference before the run
     return relative_error(got, want, before=before, any_dtype=True)
@@ -455,10 +459,10 @@ def first_difference(got: torch.Tensor, want: torch.Tensor) -> str:
     """Return the element with the largest difference, as text."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}"
-    one, other = as_double(got), as_double(want).to(got.device)
-    index = int((one - other).abs().nan_to_num(nan=math.inf).reshape(-1).argmax())
-    place = [int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), one.shape)]
-    values = one.reshape(-1)[index].item(), other.reshape(-1)[index].item()
+    item, other = as_double(got), as_double(want).to(got.device)
+    index = int((item - other).abs().nan_to_num(nan=math.inf).reshape(-1).argmax())
+    place = [int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), item.shape)]
+    values = item.reshape(-1)[index].item(), other.reshape(-1)[index].item()
     return f"{values[0]:.6g} at {place}, expected {values[1]:.6g}"
 
 

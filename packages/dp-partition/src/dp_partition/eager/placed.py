@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from dp_partition._shared.consensus import device_types, named_collective, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import flat_group, group_like, storage_key
-from dp_partition.runtime.state import ASSIGN_HINT, ASSIGNED
+from dp_partition._torch_compat import flat_group, group_like
+from dp_partition.runtime.state import HeldMemory
+
+_ENDS, _PICKLES, _RAISED = range(3)  # states of a rank that meets its peers
 
 
 class PlacedShards:
@@ -31,16 +33,13 @@ class PlacedShards:
         self.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
         self.digest = self.results = 0  # of the shards written in all calls; of the sharded results of the last call
         self.versions: list[int] = []  # of the shards, at the start of the present call
+        self.has_raised = False  # whether all ranks have raised by a message of this call
         self.leaving: Any = None  # the message of a rank that has raised, until its peers read it
         self.group = flat_group(mesh)
         self.meets = "cpu" in device_types(dist.get_backend_config(self.group)) and mesh.size() > 1
         if self.meets and self.parameters:
             self.group = group_like(self.group, ranks_of(mesh))
-        self.hold()
-
-    def hold(self) -> None:
-        """Keep the memory of the shards, so that no key is used again, with the keys."""
-        self.storages = [(name, p, p.untyped_storage(), storage_key(p)) for name, p in self.parameters.items()]
+        self.memory = HeldMemory(self.parameters)
 
     def check_assigned(self) -> None:
         """Raise for ``p.data = ...`` on a parameter in shards between two calls: a DTensor ignores it.
@@ -48,10 +47,8 @@ class PlacedShards:
         Raises:
             PlanError: ``parameter-replaced``, with the names.
         """
-        lost = [name for name, p, _, key in self.storages if storage_key(p) != key]
-        if lost:
-            self.hold()  # a second call does not raise
-            raise PlanError([Problem("parameter-replaced", name, found=ASSIGNED, hint=ASSIGN_HINT) for name in lost])
+        if problems := self.memory.moved():
+            raise PlanError(problems)
 
     def are_in(self, roots: Iterable[nn.Module]) -> bool:
         """Return True if modules hold all shards. FSDP2 would put back a parameter that the caller has removed."""
@@ -59,7 +56,13 @@ class PlacedShards:
         return held.issuperset(map(id, self.parameters.values()))
 
     def start_call(self) -> None:
+        self.has_raised = False
         self.versions = [p._version for p in self.parameters.values()]
+
+    def note_written(self) -> None:
+        """Add the shards that the call has written to the digest of all calls, whether it has raised or not."""
+        written = [p._version != old for p, old in zip(self.parameters.values(), self.versions, strict=True)]
+        self.digest = zlib.crc32(bytes(written), self.digest)
 
     def end_call(self, call: int, results: list[DTensor], *, always: bool) -> None:
         """Meet the peers at the end of a call.
@@ -75,18 +78,11 @@ class PlacedShards:
             PlanError: On every rank: ``ranks-diverge`` where ranks have written other shards since they met last, or
                 return other results; ``rank-failed`` if one has raised.
         """
-        written = [p._version != old for p, old in zip(self.parameters.values(), self.versions, strict=True)]
-        self.digest = zlib.crc32(bytes(written), self.digest)
         self.results = zlib.crc32(repr([(x.shape, x.dtype, x.placements) for x in results]).encode())
         if not self.parameters or self.mesh.size() == 1 or not (self.meets or always):
             return
-        row = torch.tensor([0, self.digest, -self.digest, self.results, -self.results], device=self._device)
-        with named_collective(f"{self.name}, the end of call {call}"):
-            dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.group)
-        failed, update, negative_update, result, negative_result = row.tolist()
-        if failed:
-            reason, hint = f"another rank raised in call {call}", "see the traceback of that rank"
-            raise PlanError(Problem("rank-failed", self.name, found=reason, hint=hint))
+        highest, lowest, update, negative_update, result, negative_result = self._meet(_ENDS, f"the end of call {call}")
+        self._raise_unless_together(call, highest, lowest)
         hint = "decide on values that are equal on all ranks, for example after dist.all_reduce"
         if update != -negative_update:
             reason = f"ranks have updated different parameters by call {call}: one has skipped an optimizer step"
@@ -96,10 +92,41 @@ class PlacedShards:
             reason = f"ranks return other tensors in call {call}, whose shards only all of them can gather"
             raise PlanError(Problem("ranks-diverge", self.name, found=reason, hint=hint))
 
-    def leave(self) -> None:
-        """Make peers raise at the end of their call, without a wait for them: they may be in another collective."""
+    def meet_in_call(self, call: int) -> None:
+        """Meet in the middle of a call, before a pickle gathers a shard that a peer may not gather.
+
+        Raises:
+            PlanError: On every rank: ``rank-failed``, or ``ranks-diverge`` where some rank has ended the call.
+        """
         if self.meets and self.parameters:
-            row = torch.tensor([1, 0, 0, 0, 0], device=self._device)
+            highest, lowest, *_ = self._meet(_PICKLES, f"a pickle of a shard in call {call}")
+            self._raise_unless_together(call, highest, lowest)
+
+    def _meet(self, state: int, subject: str) -> list[int]:
+        row = self._row(state)
+        with named_collective(f"{self.name}, {subject}"):
+            dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.group)
+        highest, negative_lowest, *digests = row.tolist()
+        return [highest, -negative_lowest, *digests]
+
+    def _raise_unless_together(self, call: int, highest: int, lowest: int) -> None:
+        self.has_raised = highest != lowest
+        if highest == _RAISED:
+            reason, hint = f"another rank raised in call {call}", "see the traceback of that rank"
+            raise PlanError(Problem("rank-failed", self.name, found=reason, hint=hint))
+        if highest != lowest:
+            reason = f"some ranks alone pickle a shard in call {call}, which only all of them can gather"
+            hint = "torch.save on every rank, or between two calls within unsharded()"
+            raise PlanError(Problem("ranks-diverge", self.name, found=reason, hint=hint))
+
+    def _row(self, state: int) -> torch.Tensor:
+        digests = (self.digest, -self.digest, self.results, -self.results)
+        return torch.tensor([state, -state, *digests], device=self._device)
+
+    def leave(self) -> None:
+        """Make peers raise where they meet next in their call, without a wait for them: they may be elsewhere."""
+        if self.meets and self.parameters and not self.has_raised:
+            row = self._row(_RAISED)
             self.leaving = row, dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     @property

@@ -26,11 +26,10 @@ from dp_partition._torch_compat import (
     after_backward,
     flatten,
     foreach_copy_,
-    foreach_div_,
     hooks_after_accumulation,
     unflatten,
 )
-from dp_partition.passes.bucketing import division
+from dp_partition.passes.bucketing import divisors
 from dp_partition.plan.plan import CommConfig
 
 _RUNNING, _FINISHED, _FAILED = range(3)
@@ -62,13 +61,28 @@ class _Pass:
     arrived: set[int] = field(default_factory=set)
     bucket_of: dict[int, _Bucket] = field(default_factory=dict)
     sparse: list[int] = field(default_factory=list)  # parameters with sparse gradients, each sent by itself
+    entry: _Message | None = None  # of the ranks at the start of the present run
+    are_in: bool = False  # whether all of them have started it
+    end: Callable[[], Any] = lambda: None  # a weak reference to the callback that autograd holds, of the present run
 
     def reset(self) -> None:
-        """Forget what the last run of the pass reached and sent."""
-        self.launched, self.arrived = 0, set()
+        """Start anew: what the last run of the pass reached and sent counts no more."""
+        self.launched, self.arrived, self.entry = 0, set(), None
         self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.members}
         for bucket in self.buckets:
             bucket.arrived = 0
+
+
+@dataclass
+class _Call:
+    """State of the present call of a step."""
+
+    number: int = 0
+    passes: list[_Pass] = field(default_factory=list)  # of the step
+    index: int = 0  # the number of the present pass
+    meets: bool = False  # whether ranks meet at the start of each pass and at the end
+    runs: bool = False  # whether the step runs now
+    has_raised: bool = False  # whether all ranks have raised by a message
 
 
 class GradientReducer:
@@ -83,12 +97,8 @@ class GradientReducer:
         real = {n: p for n, p in parameters.items() if p.is_leaf and (p.is_floating_point() or p.is_complex())}
         self.names, self.parameters = list(real), list(real.values())
         self.group, self.world, self.comm, self.name = group, dist.get_world_size(group), comm, name
-        self.passes: list[_Pass] = []  # of the step that runs
         self._passes_of: dict[int, list[_Pass]] = {}  # of each step over these parameters
-        self.index = self.calls = 0
-        self.has_raised = self._meets = self._runs = self._are_in = False
-        self._entry: _Message | None = None
-        self._end: Callable[[], Any] = partial(self._finalize_backward)  # of the present pass
+        self._call = _Call()
         has_cpu = "cpu" in device_types(dist.get_backend_config(group))
         self._message_device = torch.device("cpu") if has_cpu or not real else self.parameters[0].device
         # On a GPU flags beside the gradients would make the host wait for it in each pass.
@@ -113,29 +123,29 @@ class GradientReducer:
     @contextmanager
     def call(self, number: int = 0) -> Iterator[None]:
         """Run one call of a step in the block. A rank that raises makes its peers raise, in this call."""
-        self.passes = self._passes_of.setdefault(number, [])
-        self.index, self.calls, self.has_raised, self._entry = 0, self.calls + 1, False, None
-        for backward in self.passes:
+        passes = self._passes_of.setdefault(number, [])
+        # A message on the CPU costs little. One of NCCL would make the host wait for the device in each call.
+        meets = self._call.number == 0 or self._message_device.type == "cpu"
+        self._call = call = _Call(self._call.number + 1, passes, meets=meets)
+        for backward in passes:
             backward.reset()
         if not self.parameters or self.world == 1:
             yield
             return
-        # A message on the CPU costs little. One of NCCL would make the host wait for the device in each call.
-        self._meets = self.calls == 1 or self._message_device.type == "cpu"
-        self._runs = True
+        call.runs = True
         try:
             if any(hooks_after_accumulation(p) > 1 for p in self.parameters):  # in the block: peers raise as well
                 raise PlanError(Problem("parameter-hooks", self.name, found=LOCAL_HOOK, hint=HOOK_HINT))
             yield
-            if any(one.arrived for one in self.passes):  # gradients of some parameters are this rank's alone
+            if any(backward.arrived for backward in passes):  # gradients of some parameters are this rank's alone
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         except Exception as error:
-            if not self.has_raised:
+            if not call.has_raised:
                 self._leave(error)
             raise
         finally:
-            self._runs = False
-        if self._meets:
+            call.runs = False
+        if call.meets:
             self._check(self._meet(_FINISHED))
 
     # ---- meetings of ranks ------------------------------------------------------------------------------------------
@@ -153,12 +163,12 @@ class GradientReducer:
             PlanError: ``rank-failed`` or ``ranks-diverge``.
         """
         row, work = message
-        with named_collective(f"{self.name}, call {self.calls}"):
+        with named_collective(f"{self.name}, call {self._call.number}"):
             work.wait()
         runs, ends, fails = row.tolist()
-        self.has_raised = bool(fails or (runs and ends))
+        self._call.has_raised = bool(fails or (runs and ends))
         if fails:
-            reason = f"another rank raised in call {self.calls}"
+            reason = f"another rank raised in call {self._call.number}"
             raise PlanError(Problem("rank-failed", self.name, found=reason, hint="see the traceback of that rank"))
         if runs and ends:
             reason = "ranks run different numbers of backward passes, so their gradients do not belong together"
@@ -169,15 +179,15 @@ class GradientReducer:
         """Meet the peers once more, at their next exchange, to make them raise too."""
         current = self._current()
         try:
-            if self._entry is not None:
-                self._entry[1].wait()
-                if self._entry[0].tolist() != [1, 0, 0]:
+            if current.entry is not None:
+                current.entry[1].wait()
+                if current.entry[0].tolist() != [1, 0, 0]:
                     return  # the peers are not in this pass, and raise by this message
             if current.arrived and current.is_known:
                 self._send(current, failed=True)
             elif current.arrived:
                 self._exchange(current.arrived, failed=True)
-            elif self._meets:
+            elif self._call.meets:
                 self._meet(_FAILED)[1].wait()
         except RuntimeError as other:
             error.add_note(f"the other ranks could not be told: {other}")
@@ -185,33 +195,33 @@ class GradientReducer:
     # ---- a backward pass --------------------------------------------------------------------------------------------
 
     def _current(self) -> _Pass:
-        if self.index == len(self.passes):
-            self.passes.append(_Pass())
-        return self.passes[self.index]
+        if self._call.index == len(self._call.passes):
+            self._call.passes.append(_Pass())
+        return self._call.passes[self._call.index]
 
     def _mark_ready(self, index: int, parameter: torch.Tensor) -> None:
-        if not self._runs:
+        if not self._call.runs:
             return  # a backward pass of one rank between two calls is its own
         current = self._current()
         if parameter.grad.is_sparse and current.is_known and index not in current.sparse:  # type: ignore[union-attr]
             hint = "use sparse=False in the embedding"
             raise PlanError(Problem("sparse-gradient", self.names[index], found="dense in earlier calls", hint=hint))
-        if current.arrived and self._end() is None:  # autograd drops the callback with a pass that failed
+        if current.arrived and current.end() is None:  # autograd drops the callback with a pass that failed
             raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         if not current.arrived:
             end = partial(self._finalize_backward)  # held by autograd alone
-            self._end = weakref.ref(end)
+            current.end = weakref.ref(end)
             after_backward(end)
-            self._entry = self._meet(_RUNNING) if self._meets else None
-            self._are_in = self._entry is None
+            current.entry = self._meet(_RUNNING) if self._call.meets else None
+            current.are_in = current.entry is None
         bucket = current.bucket_of.get(index)
         if bucket is not None and index not in current.arrived:
             bucket.arrived += 1  # a count: many small gradients would search a set for each arrival
         current.arrived.add(index)
-        if not self._are_in:  # nothing is sent before all ranks are in this pass
-            assert self._entry is not None
-            self._are_in = self._entry[1].is_completed() and self._entry[0].tolist() == [1, 0, 0]
-            if not self._are_in:
+        if not current.are_in:  # nothing is sent before all ranks are in this pass
+            assert current.entry is not None
+            current.are_in = current.entry[1].is_completed() and current.entry[0].tolist() == [1, 0, 0]
+            if not current.are_in:
                 return
         # Buckets are sent in order, and the last one at the end: the order is the same whatever each rank reaches.
         while current.launched < len(current.buckets) - 1:
@@ -223,10 +233,10 @@ class GradientReducer:
     def _finalize_backward(self) -> None:
         """End a backward pass: send the remaining buckets, and replace gradients by averages."""
         current = self._current()
-        self.index += 1
+        self._call.index += 1
         if self.world == 1:
             return
-        entry, self._entry = self._entry, None
+        entry, current.entry = current.entry, None
         if entry is not None:
             self._check(entry)
         if not current.is_known:
@@ -242,7 +252,7 @@ class GradientReducer:
         for index in current.sparse:  # a rank that failed has been heard of by now
             parameter = self.parameters[index]
             mine = torch.zeros_like(parameter).to_sparse(1) if parameter.grad is None else parameter.grad  # of no row
-            with named_collective(f"{self.name}, {self.names[index]} in call {self.calls}"):
+            with named_collective(f"{self.name}, {self.names[index]} in call {self._call.number}"):
                 dist.all_reduce(total := mine.coalesce(), group=self.group)
             parameter.grad = total / self.world
         current.reset()
@@ -258,7 +268,7 @@ class GradientReducer:
             assert bucket.work is not None
             flat, tail, work = bucket.work
             bucket.work = None
-            with named_collective(f"{self.name}, backward pass {self.index} of call {self.calls}"):
+            with named_collective(f"{self.name}, backward pass {self._call.index} of call {self._call.number}"):
                 work.wait()
             if not failed:
                 extra |= self._unpack(bucket, flat, tail, reached)
@@ -281,18 +291,18 @@ class GradientReducer:
         flat = flatten([*gradients, tail])
         if self.comm.reduce_dtype is not None:
             flat = flat.to(self.comm.reduce_dtype)
-        flat.div_(self._divisors(parameters[0])[0])  # before the sum, as DDP does
+        flat.div_(self._divisors(parameters[0])[0])
         bucket.work = flat, tail, dist.all_reduce(flat, group=self.group, async_op=True)
         current.launched += 1
 
     def _divisors(self, parameter: nn.Parameter) -> tuple[float, float]:
-        """Return the parts of the mean's divisor before and after the sum: both, to stay in the range of float16."""
-        is_half = self.comm.reduce_dtype is torch.float16 and parameter.dtype is not torch.float16
-        return division(self.world) if is_half else (self.world, 1.0)
+        return divisors(self.comm.reduce_dtype or parameter.dtype, self.world)
 
     @torch.no_grad()
     def _unpack(self, bucket: _Bucket, flat: torch.Tensor, tail: torch.Tensor, reached: Set[int] | None) -> set[int]:
         parameters = [self.parameters[index] for index in bucket.members]
+        if (after := self._divisors(parameters[0])[1]) != 1:
+            flat.div_(after)
         is_complex = parameters[0].is_complex()
         shapes = [torch.view_as_real(parameter) for parameter in parameters] if is_complex else parameters
         *parts, tail = unflatten(flat, [*shapes, tail])  # in one call: many small gradients take long
@@ -312,14 +322,12 @@ class GradientReducer:
                 averages.append(part)
         if targets:
             foreach_copy_([torch.view_as_real(x) for x in targets] if is_complex else targets, averages)
-            if (after := self._divisors(parameters[0])[1]) != 1:
-                foreach_div_(targets, after)
         return extra
 
     def _raise_if_failed(self, failed: bool) -> None:
         if failed:
-            self.has_raised = True
-            reason = f"another rank raised in backward pass {self.index} of call {self.calls}"
+            self._call.has_raised = True
+            reason = f"another rank raised in backward pass {self._call.index} of call {self._call.number}"
             raise PlanError(Problem("rank-failed", self.name, found=reason, hint="see the traceback of that rank"))
 
     # ---- first runs of a pass ---------------------------------------------------------------------------------------
@@ -330,7 +338,7 @@ class GradientReducer:
         kinds = [_SPARSE if grad is not None and grad.is_sparse else _DENSE for grad in grads]
         row = [failed, *(kind * (index in arrived) for index, kind in enumerate(kinds))]
         flags = torch.tensor(row, dtype=torch.uint8, device=self._message_device)
-        with named_collective(f"{self.name}, call {self.calls}"):
+        with named_collective(f"{self.name}, call {self._call.number}"):
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         some_failed, *reached = flags.tolist()
         if not failed:

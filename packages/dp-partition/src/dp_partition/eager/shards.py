@@ -3,8 +3,8 @@
 FSDP2 gathers a module's parameters for its forward and frees them after it. Code that reads a parameter elsewhere,
 writes it in a forward, or takes second derivatives would see a shard, or be lost: `Watch` finds it.
 
-Plan first, on values equal on all ranks (`plan_units`), then act (`shard`). Parameters of one optimizer or one
-model stay of one kind: norms and multi-tensor updates over both kinds would fail.
+Plan first, on values equal on all ranks (`plan_units`), then act (`shard`). What stays full leaves the rest in shards:
+a norm over both kinds gathers numbers, a multi-tensor update of both runs once for each (`of_each_kind`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import collections
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
+    TorchDispatchMode,
     become,
     has_gradient_hooks,
     hook_views_quietly,
@@ -39,7 +41,7 @@ from dp_partition._torch_compat import (
 )
 from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
-from dp_partition.runtime.state import place_loaded
+from dp_partition.runtime.saving import reduced_in_step, running
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,28 +54,48 @@ class Units:
     full: Mapping[str, str]  # name -> reason to keep the parameter full
 
 
-def together(
-    reasons: dict[str, str], reach: Reach, parameters: dict[str, nn.Parameter], combined: Iterable[Iterable[str]]
-) -> dict[str, str]:
-    """Extend the reasons to parameters of the same optimizer, model or operation."""
-    names = {id(p): name for name, p in parameters.items()}
-    families = [[names[id(p)] for g in o.param_groups for p in g["params"] if id(p) in names] for o in reach.optimizers]
-    families += [[names[id(p)] for p in module.parameters() if id(p) in names] for module in reach.modules]
-    families += [list(names) for names in combined]
+def together(reasons: dict[str, str], combined: Iterable[Iterable[str]]) -> dict[str, str]:
+    """Extend the reasons to parameters that an operation outside of forwards combines, as a weight and its average."""
     full, grows = dict(reasons), True
+    families = sorted(map(sorted, combined))
     while grows:  # a parameter may be in several families
         grows = False
         for family in families:
             first = next((name for name in family if name in full), None)
             new = [name for name in family if name not in full] if first is not None else []
-            full |= dict.fromkeys(new, f"shares a model, an optimizer or an operation with {first}")
+            full |= dict.fromkeys(new, f"shares an operation with {first}")
             grows = grows or bool(new)
     return full
 
 
+def run_unlike(runs: Sequence[Sequence[int]], watch: Watch, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """Return reasons of parameters in modules that ranks run differently, or not at all: experts without tokens, say.
+
+    FSDP2 gathers where a module runs, so all ranks have to run it alike. Repeated modules of one container count as
+    one: an expert that has run in the first call may get no token in the next one.
+    """
+    counts = [collections.Counter(run) for run in runs]
+    number = {module: at for at, module in enumerate(watch.modules)}
+    unlike = {at for at in number.values() if len({count[at] for count in counts}) > 1}
+    for container in watch.modules:
+        is_list = isinstance(container, nn.ModuleList | nn.ModuleDict)  # a `Sequential` may leave out its last layers
+        children = [child for child in container.children() if child in number] if is_list else []
+        for kind in set(map(type, children)):
+            family = {number[child] for child in children if type(child) is kind}
+            ran = [at for at in family if any(count[at] for count in counts)]
+            if not family.isdisjoint(unlike) or 0 < len(ran) < len(family):
+                unlike |= family
+    inside = {number[m] for at in unlike for m in watch.modules[at].modules() if m in number}
+    if len({tuple(at for at in run if at not in inside) for run in runs}) > 1:
+        return dict.fromkeys(parameters, "ranks run different modules")
+    held = {id(p) for at in unlike for p in watch.modules[at].parameters()}
+    why = "is in a module that not every rank or call runs"
+    return {name: why for name, p in parameters.items() if id(p) in held}
+
+
 def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, reasons: dict[str, str]) -> Units:
     """Plan units, repeated blocks and modules around the rest, with all uses of their parameters."""
-    full = together(reasons, reach, parameters, sorted(map(sorted, watch.combined)))
+    full = together(reasons, watch.combined)
     names = {id(p): name for name, p in parameters.items()}
     units: list[nn.Module] = []
     for root in reach.modules:
@@ -92,7 +114,7 @@ def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, 
             if users and root not in users:
                 candidates.add(min(users & order.keys(), key=order.__getitem__, default=root))
         while True:
-            closed = [m for m in order if m in candidates and _is_closed(m, root, names, watch)]
+            closed = [m for m in order if m in candidates and _is_closed(m, root, own, names, watch)]
             gathers = {id(p): m for m in closed for p in m.parameters()}  # the innermost one
             trained = {(gathers[id(p)], p.dtype) for p in own if p.requires_grad and id(p) in gathers}
             mixed = {m for m, count in collections.Counter(m for m, _ in trained).items() if count > 1}
@@ -111,11 +133,14 @@ def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, 
     return Units(tuple(units), full)
 
 
-def _is_closed(module: nn.Module, root: nn.Module, names: dict[int, str], watch: Watch) -> bool:
-    """Return True if a module runs at every use of its parameters, all its own."""
+def _is_closed(
+    module: nn.Module, root: nn.Module, sharded: list[nn.Parameter], names: dict[int, str], watch: Watch
+) -> bool:
+    """Return True if a module runs at every use of its parameters among the ``sharded``, all its own."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
         return False
-    own = list(module.parameters())
+    inner = set(map(id, module.parameters()))
+    own = [p for p in sharded if id(p) in inner]
     if not own or any(module not in watch.users.get(names[id(p)], {module}) for p in own):
         return False
     is_used = any(names[id(p)] in watch.users for p in own)  # an average of weights may be in no forward
@@ -125,25 +150,42 @@ def _is_closed(module: nn.Module, root: nn.Module, names: dict[int, str], watch:
     return runs and all(inside[id(p)] == every[id(p)] for p in own)
 
 
-def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
-    """Return why an optimizer needs full parameters, by comparing two copies; empty if it does not."""
+def optimizer_reason(optimizer: Optimizer, place: Place, full: Collection[int]) -> str:
+    """Return why an optimizer needs full parameters, by comparing two copies; empty if it does not.
+
+    Parameters whose ``id`` is in ``full`` stay full beside the shards.
+    """
     updates: list[list[torch.Tensor]] = []
+    kind = type(optimizer).__name__
     for sharded in (False, True):
         try:
-            updates.append(_update(optimizer, place if sharded else None))
+            updates.append(_update(optimizer, place if sharded else None, full))
+        except _CommunicatesError:
+            return f"{kind} communicates by itself, of parameters as they are on each rank"
         except Exception as error:  # of any optimizer's own code
-            kind = "on shards" if sharded else "without the step's own closure"
-            return f"{type(optimizer).__name__} fails {kind} ({type(error).__name__}: {error!s:.80})"
+            text = f"({type(error).__name__}: {error!s:.80})"
+            return f"{kind} fails {'on shards' if sharded else 'outside of the step'} {text}"
     for want, got in zip(*updates, strict=True):
         difference = relative_error(got, want)
         # One rounding at most: an elementwise update of shards is equal bit for bit. Muon's products of shards in
         # bfloat16 round in another order, and its iteration makes 10 % and more of the movement of that.
         if difference > max(1e-4, torch.finfo(want.dtype).eps):
-            return f"{type(optimizer).__name__} updates shards differently from full tensors, by {difference:.1e}"
+            return f"{kind} updates shards differently from full tensors, by {difference:.1e}"
     return ""
 
 
-def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
+class _CommunicatesError(BaseException):
+    """An optimizer communicates in its trial on full tensors. No `Exception`: its own handlers must not catch it."""
+
+
+class _NoCommunication(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise _CommunicatesError
+        return func(*args, **(kwargs or {}))
+
+
+def _update(optimizer: Optimizer, place: Place | None, full: Collection[int]) -> list[torch.Tensor]:
     """Return the updates of each parameter by steps of a copy, from random gradients."""
     copied = object.__new__(type(optimizer))
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -152,16 +194,17 @@ def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
     vars(copied).update({name: collections.OrderedDict() for name in hooks})
     generator = torch.Generator("cpu").manual_seed(0)
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
-    parameters = [p for group in copied.param_groups for p in group["params"]]
-    for parameter in parameters:
+    parameters, originals = ([p for g in o.param_groups for p in g["params"]] for o in (copied, optimizer))
+    for parameter, original in zip(parameters, originals, strict=True):
         gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
-        if place is not None:
+        if place is not None and id(original) not in full:
             swap[id(parameter)] = parameter, nn.Parameter(place(parameter.detach()))
             swap[id(parameter)][1].grad = place(gradient)
         parameter.grad = gradient
     before = [parameter.detach().clone() for parameter in parameters]
     repoint(Reach(copied), swap, lambda value: place(value) if place is not None else value)
-    with random_state_restored(), ClosedTraps():
+    silent = nullcontext() if place is not None else _NoCommunication()  # WholeMatrices has planned its messages
+    with random_state_restored(), ClosedTraps(), silent:
         torch.manual_seed(0)  # equal draws for both copies
         for _ in range(6):  # some do more in every fifth or sixth
             type(copied).step(copied)
@@ -216,7 +259,6 @@ def shard(
             unit.set_force_sum_reduction_for_comms(True)
         _refuse_writes(unit)
         hook_views_quietly(unit)
-        vars(unit)["__deepcopy__"] = partial(_refuse_copy, unit)  # `copy` asks the object first
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     for root, named in before:
         now = dict(root.named_parameters())
@@ -258,13 +300,6 @@ def placement_of(mesh: DeviceMesh) -> Place:
     return lambda x: distribute_tensor(x.detach(), mesh, placements, src_data_rank=None) if x.ndim else x
 
 
-def _refuse_copy(unit: nn.Module, memo: Any) -> NoReturn:
-    """Raise for ``copy.deepcopy(model)`` outside of `unsharded`: FSDP2 raises too, without the way on."""
-    hint = "with step.unsharded(): copy.deepcopy(model), on every rank; the copy is a plain model"
-    reason = "its parameters lie in shards, which a copy does not gather"
-    raise PlanError(Problem("already-applied", f"a copy of {type(unit).__name__}", found=reason, hint=hint))
-
-
 def _refuse_writes(unit: nn.Module) -> None:
     """Raise if a forward writes or moves a gathered parameter, or follows a failed backward pass."""
     inner = {
@@ -287,8 +322,6 @@ def _refuse_writes(unit: nn.Module) -> None:
             reason = "a forward writes or moves a gathered parameter"
             raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
 
-    for module in unit.modules():
-        module.register_load_state_dict_pre_hook(place_loaded)
     unit.register_forward_pre_hook(torch.compiler.disable(before))
     unit.register_forward_hook(torch.compiler.disable(after), prepend=True)  # before FSDP2 frees it
 
@@ -330,18 +363,22 @@ class ClosedTraps:
     _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
     _open = staticmethod(DTensor.__torch_function__)
     _lock = threading.Lock()
-    _threads: ClassVar[list[int]] = []  # with a block, one entry for each
     _views = WeakTensorKeyDictionary()
+
+    def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
+        self.meet = meet  # raises on all ranks unless all of them call it
 
     def __enter__(self) -> None:
         with self._lock:
-            self._threads.append(threading.get_ident())
+            running.setdefault(threading.get_ident(), []).append(self.meet)
             DTensor.__torch_function__ = self._closed  # type: ignore[method-assign]
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._threads.remove(threading.get_ident())
-            if not self._threads:
+            running[threading.get_ident()].pop()
+            if not running[threading.get_ident()]:
+                del running[threading.get_ident()]
+            if not running:
                 DTensor.__torch_function__ = self._open  # type: ignore[method-assign]
                 self._views.clear()
 
@@ -349,11 +386,19 @@ class ClosedTraps:
     def _closed(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            is_ours = threading.get_ident() in cls._threads or is_in_backward()  # that may have threads of its own
+            is_ours = threading.get_ident() in running or is_in_backward()  # that may have threads of its own
+            if is_ours and args and isinstance(args[0], list | tuple):
+                return of_each_kind(func, args, kwargs)
+            first = args[0] if is_ours and args else None
+            is_shard = isinstance(first, DTensor) and first.ndim > 0
+            if isinstance(first, torch.Tensor) and not is_shard:
+                args = with_numbers(args)
             if name == "__get__" or not is_ours or not args or not isinstance(args[0], DTensor):
                 return func(*args, **kwargs)
             if func in cls._READS:
                 args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
+            elif func == torch.Tensor.__reduce_ex__:
+                return reduced_in_step(args[0], *args[1:])
             elif func == cls._SET_DATA:
                 if not isinstance(args[1], DTensor):
                     hint = 'write in place under torch.no_grad(), or use style="replicate"'
@@ -373,6 +418,41 @@ class ClosedTraps:
             if name in cls._VIEWS:
                 cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
             return result
+
+
+def of_each_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of lists that may hold DTensors beside plain tensors, which torch refuses.
+
+    Multi-tensor functions run once for each kind: ``_foreach_mul_([shard, full], 0.5)``. Of numbers, such as the norms
+    that clipping stacks, the partial ones are reduced first.
+    """
+    is_shard = [isinstance(x, DTensor) for x in args[0]]
+    if all(is_shard) or not any(is_shard):
+        return func(*args, **kwargs)
+    if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_")):
+        is_number = all(x.ndim == 0 for x in args[0])
+        first = [x.full_tensor() if is_number and isinstance(x, DTensor) else x for x in args[0]]
+        return func(first, *args[1:], **kwargs)
+    results: dict[int, Any] = {}
+    for kind in (True, False):
+        places = [at for at, shard in enumerate(is_shard) if shard is kind]
+
+        def chosen(value: Any, places: list[int] = places) -> Any:
+            is_list = isinstance(value, list | tuple) and len(value) == len(is_shard)
+            return [value[at] for at in places] if is_list else value
+
+        part = func(*map(chosen, args), **{key: chosen(value) for key, value in kwargs.items()})
+        results.update(zip(places, part or (), strict=False))
+    return [results[at] for at in range(len(is_shard))] if results else None
+
+
+def with_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gather the numbers among arguments where a plain tensor is beside them: DTensors and plain tensors do not mix."""
+    leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+    if not any(x.ndim and not isinstance(x, DTensor) for x in leaves):
+        return args
+    gathered: tuple[Any, ...] = pytree.tree_map_only(DTensor, lambda x: x if x.ndim else x.full_tensor(), args)
+    return gathered
 
 
 def reduced_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -481,15 +561,18 @@ class Watch(TorchFunctionMode):
 
     def _note_outside(self, name: str, tensors: list[torch.Tensor], result: Any) -> None:
         """Follow values computed from parameters: combined with a plain tensor, they would fail on shards."""
-        origins = [self.origins[x] for x in tensors if x in self.origins]
-        if not origins:
+        followed = [x for x in tensors if x in self.origins]
+        if not followed:
             return
-        names = frozenset[str]().union(*origins)
-        if name in ("numpy", "__array__") or any(x not in self.origins and x.numel() > 1 for x in tensors):
+        # A number, such as the coefficient of clipping, goes with shards and with full tensors.
+        shaped = [x for x in followed if x.ndim] or followed
+        names = frozenset[str]().union(*(self.origins[x] for x in shaped))
+        is_mixed = shaped[0].ndim and any(x not in self.origins and x.numel() > 1 for x in tensors)
+        if name in ("numpy", "__array__") or is_mixed:
             reason = f"is combined with a plain tensor ({name})" if len(tensors) > 1 else "is read as an array"
             self.reasons = dict.fromkeys(names, reason) | self.reasons
-        elif len(names) > 1:
-            self.combined.add(names)
+        elif len(shaped) > 1 < len(names) and shaped[0].ndim and not name.startswith(("_foreach_", "_fused_")):
+            self.combined.add(names)  # lists may hold shards and full tensors: `of_each_kind`
         base = tensors[0]._base  # a shard's view may be a copy, and the write is lost
         if is_written(name) and (name == "__setitem__" or (base is not None and base.shape != tensors[0].shape)):
             self.reasons = dict.fromkeys(names, f"is written through a view ({name})") | self.reasons

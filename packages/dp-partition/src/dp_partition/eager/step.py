@@ -10,19 +10,21 @@ Several steps over one model (those of a GAN) have one placement: each of them r
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dp_partition._shared.consensus import all_gather_objects, assert_consistent, tensor_hashes
+from dp_partition._shared.consensus import all_gather_objects, assert_consistent, ranks_of, tensor_hashes
+from dp_partition._shared.page import human_bytes
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import mark_stale
 from dp_partition._torch_compat import (
@@ -33,7 +35,6 @@ from dp_partition._torch_compat import (
     pytree,
     remove_fsdp,
     reset_fsdp,
-    without_fsdp_in,
 )
 from dp_partition.capture.inputs import close_arguments, open_result
 from dp_partition.capture.reach import Reach
@@ -50,92 +51,117 @@ from dp_partition.eager.shards import (
     placement_of,
     plan_units,
     repoint,
+    run_unlike,
     shard,
+    together,
 )
-from dp_partition.plan.placements import warn_on_first
-from dp_partition.plan.plan import CommConfig
+from dp_partition.plan.placements import DataParallelStyle, warn_on_first
+from dp_partition.plan.plan import Settings
 from dp_partition.runtime import state
 from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct, is_of_collective
+from dp_partition.runtime.saving import hook_placed
 
 
 @dataclass
+class TrainStep:
+    """One of several train steps over the same parameters, between its calls."""
+
+    function: Callable[..., Any]
+    count: int = 0  # number of its calls
+    is_watched: bool = False  # whether it has run under the watch
+    # Arguments of its last call, but tensors: release() gets none, and a call of one step not those of another.
+    holder: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Placed:
+    """What the placement of parameters in shards has made."""
+
+    units: Units
+    optimizers: list[torch.optim.Optimizer]
+    handles: list[Any]  # of hooks on modules and optimizers
+    shards: PlacedShards
+
+
 class EagerStep:
-    """Steps between calls, with the parameters that they share."""
+    """Steps between calls, with the parameters that they share.
 
-    functions: tuple[Callable[..., Any], ...]  # the train steps
-    mesh: DeviceMesh  # the ranks
-    name: str  # the steps, for messages
-    comm: CommConfig  # sizes of buckets of gradients, and the dtype in which they are reduced
-    is_sharded: bool = False  # parameters are in FSDP2's shards once each step has run
-    full: str = "keep"  # ``"keep"``: parameters beyond FSDP2 stay full; ``"refuse"``: they raise
-    observes: bool = True  # the first call of each step runs on full parameters, and is watched
-    units: Units = Units((), {})  # noqa: RUF009  # frozen; none before the placement
-    token: str = ""  # unique to these steps on these ranks, for notes in the store; empty before the first call
-    num_compared: int = 0  # number of comparisons of parameters between ranks
-    counts: list[int] = field(default_factory=list)  # calls of each step
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # name -> parameter
-    modules: list[nn.Module] = field(default_factory=list)
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    handles: list[Any] = field(default_factory=list)
-    # arguments of each step's last call, but tensors: release() gets none, and a call of one step not another's
-    holders: dict[int, list[Any]] = field(default_factory=dict)
-    adopted: WeakSet[nn.Module] = field(default_factory=WeakSet)  # modules with rank 0's buffers, once
-    reducer: GradientReducer | None = None
-    watch: Watch | None = None  # of the calls on full parameters
-    watched: set[int] = field(default_factory=set)  # steps that have run under the watch
-    shards: PlacedShards | None = None  # once parameters are placed
+    Args:
+        functions: The train steps.
+        mesh: The ranks.
+        name: The steps, for messages.
+        settings: Style, communication, and what is to be done about parameters beyond FSDP2.
+    """
 
-    def __post_init__(self) -> None:
-        self.counts = [0] * len(self.functions)
+    def __init__(
+        self, functions: Iterable[Callable[..., Any]], mesh: DeviceMesh, name: str, settings: Settings
+    ) -> None:
+        self.steps = list(map(TrainStep, functions))
+        self.mesh, self.name, self.settings = mesh, name, settings
+        self.token = ""  # unique to these steps on these ranks, for notes in the store; empty before the first call
+        self.num_compared = 0  # number of comparisons of parameters between ranks
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.modules: list[nn.Module] = []
+        self.adopted = WeakSet[nn.Module]()  # modules with rank 0's buffers, once
+        self.reducer: GradientReducer | None = None
+        self.watch: Watch | None = None  # of the calls on full parameters
+        self.placed: Placed | None = None  # once parameters are in shards
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """True if parameters are in FSDP2's shards once each step has run."""
+        return self.settings.style is not DataParallelStyle.REPLICATE
 
     @property
     def num_calls(self) -> int:
         """Number of calls of all steps."""
-        return sum(self.counts)
+        return sum([step.count for step in self.steps])
 
     @property
-    def is_placed(self) -> bool:
-        """Return True once parameters have been sharded."""
-        return self.shards is not None
+    def units(self) -> Units:
+        """The units of FSDP2, and the parameters that stay full; none before the placement."""
+        return Units((), {}) if self.placed is None else self.placed.units
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
         # A module may have new parameters, and a call may bring another module; mostly all are the same.
         passed = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
-        if self.shards is not None:
-            self.shards.check_assigned()
+        placed, step = self.placed, self.steps[number]
+        if placed is not None:
+            placed.shards.check_assigned()
         roots = dict.fromkeys([*self.modules, *passed])
-        is_changed = self.new_parameters(roots) or (self.shards is not None and not self.shards.are_in(self.modules))
+        is_changed = self.new_parameters(roots) or (placed is not None and not placed.shards.are_in(self.modules))
         if self.reducer is None or is_changed:
-            if self.units.modules:
+            if placed is not None:
                 self.release(args, kwargs)  # another model, or a grown one: all are full before they are placed
             self.start(args, kwargs, number)
         assert self.reducer is not None
         self.hold(args, kwargs, number)
-        self.counts[number] += 1
-        if not self.is_sharded or self.is_placed:
+        step.count += 1
+        if not self.is_sharded or self.placed is not None:
             return self.run_placed(number, args, kwargs)
         reach = self.reach(args, kwargs)
         # A compiled module would hide its parameters' uses; it is compiled again from the next call on.
         self.watch = self.watch or Watch(self.parameters, self.modules, reach.states)
-        if not self.observes or number in self.watched:  # what no call has shown: modules' parameters are sharded
+        if not self.settings.observe or step.is_watched:  # what no call has shown: modules' parameters are sharded
             self.place(reach, self.watch)
             return self.run_placed(number, args, kwargs)
         with self.reducer.call(number), torch.compiler.set_stance("force_eager"), self.watch:
             result = self.call(number, args, kwargs)
         self.compare_ranks()
-        self.watched.add(number)
-        if len(self.watched) == len(self.functions):
+        step.is_watched = True
+        if all(other.is_watched for other in self.steps):
             self.place(self.reach(args, kwargs), self.watch)
         return converted(result, torch.Tensor, torch.Tensor.detach)
 
     def reach(self, *others: Any) -> Reach:
         """Return the objects within reach of the steps and their last calls."""
-        return Reach(*self.functions, *others, *self.holders.values())
+        return Reach(*(step.function for step in self.steps), *others, *(step.holder for step in self.steps))
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
         """Keep the arguments of a step's call in the place of its last one's."""
-        self.holders[number] = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
+        values = (*args, *kwargs.values())
+        self.steps[number].holder = [value for value in values if not isinstance(value, torch.Tensor)]
 
     def new_parameters(self, roots: Iterable[nn.Module]) -> list[Any]:
         """Return parameters that were not there at the start; this runs in every call."""
@@ -152,7 +178,7 @@ class EagerStep:
         Raises:
             PlanError: ``model-changed`` if it has made a parameter: the gradients of that are this rank's own.
         """
-        result = self.functions[number](*args, **kwargs)
+        result = self.steps[number].function(*args, **kwargs)
         if any(parameter.requires_grad for parameter in self.new_parameters(self.modules)):
             reason, hint = "the call has made a parameter, whose gradients nobody averages", "make it between two calls"
             raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
@@ -161,35 +187,41 @@ class EagerStep:
     def run_placed(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step on placed parameters."""
         assert self.reducer is not None
-        is_compared, placed = not self.num_calls & (self.num_calls - 1), self.shards  # a power of two
+        calls = self.num_calls
+        is_compared = not calls & (calls - 1)  # a power of two
+        placed = None if self.placed is None else self.placed.shards
         if placed is not None:
             placed.start_call()
         try:
-            with self.reducer.call(number), self._traps():
+            with self.reducer.call(number), self._traps(calls):
                 result = self.call(number, args, kwargs)
         except Exception as error:
             if placed is not None and not is_of_collective(error):
                 placed.leave()
             raise
+        finally:
+            if placed is not None:
+                placed.note_written()
         if placed is not None:
-            placed.end_call(self.num_calls, tensors_in(result, DTensor), always=is_compared)
+            placed.end_call(calls, tensors_in(result, DTensor), always=is_compared)
         if is_compared:
             self.compare_ranks()
         return converted(result, DTensor, DTensor.full_tensor)
 
     @contextmanager
-    def _traps(self) -> Iterator[None]:
+    def _traps(self, calls: int) -> Iterator[None]:
         """Close the traps of shards; leave FSDP2 ready for another call after an error."""
-        if not self.units.modules:
+        if self.placed is None or not self.placed.units.modules:
             yield
             return
+        units = self.placed.units.modules
         try:
-            with ClosedTraps():
+            with ClosedTraps(partial(self.placed.shards.meet_in_call, calls)):
                 yield
-            if is_backward_unfinished(self.units.modules):
+            if is_backward_unfinished(units):
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         except BaseException as error:
-            reset_fsdp(self.units.modules)
+            reset_fsdp(units)
             if isinstance(error, NotImplementedError) and "c10d" in str(error):
                 operator = str(error).partition("Operator ")[2].partition(" ")[0]
                 reason = f"torch.distributed runs {operator} on a shard{user_line(error)}"
@@ -210,24 +242,17 @@ class EagerStep:
         layout = placement_of(self.mesh)
         reasons = dict(watch.reasons)
         names = {id(p): name for name, p in self.parameters.items()}
-        self.optimizers = reach.optimizers  # release() is given no arguments
         held = reach.identities(self.parameters.values(), (frozenset,))  # sets are filled again
         assert self.reducer is not None
         sparse = self.reducer.sparse_names()
         reasons |= dict.fromkeys(sorted(sparse), "has a sparse gradient")
         reasons |= {names[held_id]: "a container looks it up by identity" for held_id in sorted(held)}
-        for optimizer in reach.optimizers:
-            if why := optimizer_reason(optimizer, layout):
-                listed = [p for group in optimizer.param_groups for p in group["params"]]
-                reasons = {names[id(p)]: why for p in listed if id(p) in names} | reasons
         numbers = {module: number for number, module in enumerate(watch.modules)}
         running = [{name: {numbers[m] for m in used} for name, used in t.items()} for t in (watch.users, watch.writers)]
         mine = (reasons, watch.combined, watch.ran, *running)
         rows = all_gather_objects(self.mesh, mine, f"the placement of {self.name}")
-        if any(ran != watch.ran for _, _, ran, *_ in rows):
-            reasons = dict.fromkeys(self.parameters, "ranks run different modules")
-        else:
-            reasons = {name: why for row, *_ in reversed(rows) for name, why in row.items()}
+        reasons = run_unlike([ran for _, _, ran, *_ in rows], watch, self.parameters)
+        reasons |= {name: why for row, *_ in reversed(rows) for name, why in row.items()}
         # A unit has to run at every use of its parameters on every rank, or ranks would plan different units.
         watch.combined = set.union(*(combined for _, combined, *_ in rows))
         modules = watch.modules
@@ -236,26 +261,39 @@ class EagerStep:
             if used:
                 watch.users[name] = {modules[n] for n in set.intersection(*used) if n < len(modules)}
             watch.writers[name] = {modules[n] for *_, w in rows for n in w.get(name, ()) if n < len(modules)}
-        self.units = plan_units(reach, self.parameters, watch, reasons)
-        rows = [*self.units.full.items()]
-        if rows and self.full == "refuse":
+        reasons = self.optimizer_reasons(reach, together(reasons, watch.combined)) | reasons
+        units = plan_units(reach, self.parameters, watch, reasons)
+        rows = [*units.full.items()]
+        if rows and self.settings.full == "refuse":
             hint = 'full="keep" trains with them full'
             raise PlanError([Problem("full-parameters", name, found=why, hint=hint) for name, why in rows[:8]])
         if rows:
             text = f"{len(rows)} of {len(self.parameters)} parameters stay full on every rank"
             warn_on_first(self.mesh, f"{self.name}: {text}: {' '.join(rows[0])}", stacklevel=4)
         self.reducer.remove()  # shards are reduced by FSDP2
-        self.parameters = shard(reach, self.parameters, self.units, self.mesh, self.comm.reduce_dtype)
-        full = {name: p for name, p in self.parameters.items() if name in self.units.full}
-        self.reducer = GradientReducer(full, flat_group(self.mesh), self.comm, self.name)
+        comm = self.settings.comm
+        self.parameters = shard(reach, self.parameters, units, self.mesh, comm.reduce_dtype)
+        full = {name: p for name, p in self.parameters.items() if name in units.full}
+        # In a group of its own: ranks that reach other experts mix these messages otherwise with those of FSDP2.
+        is_mixed = bool(full and units.modules) and self.mesh.size() > 1
+        group = flat_group(self.mesh)
+        group = dist.new_group(ranks_of(self.mesh), use_local_synchronization=True) if is_mixed else group
+        self.reducer = GradientReducer(full, group, comm, self.name)
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
-        # A wrapper that leaves out torch's own initialisation has no tables of hooks; the optimizer in it has them.
-        hooked = [
-            optimizer for optimizer in self.optimizers if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
-        ]
-        self.handles = [optimizer.register_load_state_dict_post_hook(take) for optimizer in hooked]
+        handles = hook_placed(reach.modules, reach.optimizers, take)
         self.watch = None
-        self.shards = PlacedShards(self.parameters, self.mesh, self.name)
+        self.placed = Placed(units, reach.optimizers, handles, PlacedShards(self.parameters, self.mesh, self.name))
+
+    def optimizer_reasons(self, reach: Reach, full: Mapping[str, str]) -> dict[str, str]:
+        """Return why optimizers need full parameters, by name: each is tried with the ``full`` ones beside shards."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        ids, reasons = {id(self.parameters[name]) for name in full}, dict[str, str]()
+        for optimizer in reach.optimizers:
+            listed = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+            if not ids.issuperset(listed) and (why := optimizer_reason(optimizer, placement_of(self.mesh), ids)):
+                reasons |= {names[key]: why for key in listed}
+        rows = all_gather_objects(self.mesh, reasons, f"the placement of {self.name}")
+        return {name: why for row in reversed(rows) for name, why in row.items()}
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
         """Adopt the models within reach: rank 0's values everywhere, hooks on every parameter.
@@ -296,8 +334,10 @@ class EagerStep:
                 new[name].copy_(value)
         self.parameters, self.modules = parameters, reach.modules
         self.adopted.update(fresh)
-        self.watch, self.watched = None, set()  # other modules have other names: each step is watched once more
-        self.reducer = GradientReducer(parameters, flat_group(self.mesh), self.comm, self.name)
+        self.watch = None
+        for step in self.steps:  # other modules have other names: each step is watched once more
+            step.is_watched = False
+        self.reducer = GradientReducer(parameters, flat_group(self.mesh), self.settings.comm, self.name)
 
     def compare_ranks(self) -> None:
         """Raise on every rank unless all full parameters are equal on all of them."""
@@ -315,19 +355,16 @@ class EagerStep:
         """
         for unit in self.units.modules:
             unit.reshard()  # type: ignore[operator]  # an FSDPModule's
-        with ExitStack() as stack:
-            for root in self.modules:  # FSDP2 would shard again for a state dict, gather for a forward, refuse a copy
-                stack.enter_context(without_fsdp_in(root))
-            stack.enter_context(state.full_parameters(self.modules, writeback))
+        with state.full_parameters(self.modules, writeback):
             yield
 
     def release(self, *others: Any) -> None:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
-        if self.units.modules:
-            reach = self.reach(others, self.modules, self.optimizers)
+        if self.placed is not None:
+            reach = self.reach(others, self.modules, self.placed.optimizers)
             swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
             parameter: Any
-            for unit in self.units.modules:
+            for unit in self.placed.units.modules:
                 remove_fsdp(unit)
             tables = [inner._parameters for root in self.modules for inner in root.modules()]
             # Behind load_state_dict(assign=True) the optimizer holds parameters that no module has.
@@ -344,22 +381,27 @@ class EagerStep:
             hint = "rebuild lists of parameters, and optimizers that no call was given, from model.parameters()"
             for old, _ in swap.values():
                 mark_stale(old, Problem("parameter-replaced", found=reason, hint=hint))
-        for handle in self.handles:
-            handle.remove()
+            for handle in self.placed.handles:
+                handle.remove()
         if self.reducer is not None:
             self.reducer.remove()
-        self.reducer, self.parameters, self.modules, self.units = None, {}, [], Units((), {})
-        self.holders, self.shards = {}, None
+        self.reducer, self.parameters, self.modules, self.placed = None, {}, [], None
+        for step in self.steps:
+            step.holder = []
 
     def explain(self) -> str:
         """Return lines about the placement and the comparisons of ranks."""
-        count = len(self.parameters)
+        count, units = len(self.parameters), self.units
         full = [p for p in self.parameters.values() if not isinstance(p, DTensor)]
         compared = f"{len(full)} full parameters, {sum(p.numel() for p in full):,} elements, equal on all ranks"
+        left = [f"full: {name}: {why}" for name, why in units.full.items()]
+        if left:
+            size = sum(self.parameters[name].nbytes for name in units.full)
+            left.insert(0, f"full on every rank: {len(left)} parameters, {size:,} bytes ({human_bytes(size)})")
         return "\n".join([
             f"{self.name} runs as written",
-            f"sharded: {count - len(full)} of {count} parameters, in {len(self.units.modules)} units of FSDP2",
-            *(f"full: {name}: {why}" for name, why in self.units.full.items()),
+            f"sharded: {count - len(full)} of {count} parameters, in {len(units.modules)} units of FSDP2",
+            *left,
             f"{self.num_calls} calls; {compared} in {self.num_compared} comparisons",
         ])  # fmt: skip
 

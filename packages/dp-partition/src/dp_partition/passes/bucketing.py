@@ -36,9 +36,10 @@ class _Bucket:
 
 
 def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: CommConfig) -> None:
-    """Replace the single moves of parameters and gradients by buckets, in place."""
-    if comm.bucket_bytes <= 0 and comm.reduce_dtype is None:
-        return
+    """Replace the single moves of parameters and gradients by buckets, in place.
+
+    With ``bucket_bytes`` 0 each gradient has a bucket of its own, and parameters are gathered one by one.
+    """
     positions = {node: index for index, node in enumerate(graph.nodes)}
     nodes = list(graph.nodes)  # the order before insertions
     live = [move for move in moves if move.result.users and move.start in positions]  # others are unused or erased
@@ -61,14 +62,14 @@ def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: 
     for index, bucket in enumerate(reduce_buckets):
         # A sent buffer lives until it is awaited; awaiting it only in the optimizer would keep all gradients full until
         # then. An all-reduced bucket does not get smaller. So where the ``prefetch``-th one after it is sent:
-        scattered = [one for one in reduce_buckets[index:] if isinstance(one.moves[0].wanted, Shard)]
+        scattered = [item for item in reduce_buckets[index:] if isinstance(item.moves[0].wanted, Shard)]
         is_awaited_early = bucket in scattered and len(scattered) > max(comm.prefetch, 1)
         awaited = min(bucket.needed, scattered[max(comm.prefetch, 1)].ready + 1) if is_awaited_early else bucket.needed
         issues.append((bucket, (bucket.ready + 1, awaited, bucket.needed)))
-    gone: set[fx.Node] = set()  # erased: no places to insert at
+    erased: set[fx.Node] = set()  # erased: no places to insert at
     for bucket, places in issues:
-        stands = [next(node for node in nodes[place:] if node not in gone) for place in places]
-        _emit(graph, mover, bucket, (stands[0], stands[1], stands[2]), comm, gone)
+        anchors = [next(node for node in nodes[place:] if node not in erased) for place in places]
+        _emit(graph, mover, bucket, (anchors[0], anchors[1], anchors[2]), comm, erased)
 
 
 def _is_gather(move: Move) -> bool:
@@ -135,21 +136,21 @@ def _emit(
     graph: fx.Graph,
     mover: Mover,
     bucket: _Bucket,
-    stands: tuple[fx.Node, fx.Node, fx.Node],
+    anchors: tuple[fx.Node, fx.Node, fx.Node],
     comm: CommConfig,
-    gone: set[fx.Node],
+    erased: set[fx.Node],
 ) -> None:
     """Write a bucket's collective into the graph; its results replace those of the single moves.
 
-    It is sent, awaited and used before the nodes of ``stands``. Erased nodes go into ``gone``: a node inserted before
+    It is sent, awaited and used before the ``anchors``. Erased nodes go into ``erased``: a node inserted before
     one would be missed by the walk back through the graph for the last use of every value.
     """
     old = [move.result for move in bucket.moves]
     gathers = _is_gather(bucket.moves[0])
     parts = gathered(mover, bucket.moves) if gathers else reduced(mover, bucket.moves, comm.reduce_dtype)
     results: list[fx.Node] | None = None
-    for place in range(len(stands) + 1):
-        with graph.inserting_before(stands[min(place, len(stands) - 1)]):
+    for place in range(len(anchors) + 1):
+        with graph.inserting_before(anchors[min(place, len(anchors) - 1)]):
             try:
                 next(parts)
             except StopIteration as end:
@@ -162,7 +163,7 @@ def _emit(
         while before is not move.start and not before.users:  # the single move
             previous = before.all_input_nodes[0]
             graph.erase_node(before)
-            gone.add(before)
+            erased.add(before)
             before = previous
 
 
@@ -203,15 +204,12 @@ def _reduced_flat(
 
     Code up to a ``yield`` sends, code after it needs the result.
     """
-    cast, is_mean = dtype is not None and dtype != like.dtype, op == "avg"
-    before, after = 1.0, 1.0
-    if cast:
-        node = mover.call(aten._to_copy.default, node, dtype=dtype)
-        # A float16 sum is divided before and after, each near the root of the number of ranks, as FSDP does: neither
-        # the sum nor the sent buffer leaves the dtype's range. Other dtypes use the collective's average.
-        if is_mean and dtype is torch.float16:
-            op, (before, after) = "sum", division(mover.world * mover.replicas)
-            node = mover.call(aten.div.Scalar, node, before)
+    is_mean, sent, after = op == "avg", dtype or like.dtype, 1.0
+    if sent != like.dtype:
+        node = mover.call(aten._to_copy.default, node, dtype=sent)
+    if is_mean and sent is torch.float16:  # in other dtypes the collective averages
+        op, (before, after) = "sum", divisors(sent, mover.world * mover.replicas)
+        node = mover.call(aten.div.Scalar, node, before)
     if scatter:
         work = mover.issue(collectives.reduce_scatter_tensor.default, node, op, mover.world, mover.group)
     else:
@@ -223,11 +221,18 @@ def _reduced_flat(
         yield
         node = mover.wait(work)
     node = node if after == 1 else mover.call(aten.div.Scalar, node, after)
-    return mover.call(aten._to_copy.default, node, dtype=like.dtype) if cast else node
+    return node if sent == like.dtype else mover.call(aten._to_copy.default, node, dtype=like.dtype)
 
 
-def division(ranks: int) -> tuple[float, float]:
-    """Return the divisors before and after a sum: a power of two, the rest."""
+def divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
+    """Return the divisors before and after the sum of a mean of gradients: in graphs, in the reducer, in references.
+
+    A sum in float16 is divided by a power of two near the root of the number of ranks, and by the rest behind it, as
+    FSDP2 does: neither the sum nor the sent buffer leaves the range of the dtype. A gradient of 1e-5 loses a bit when
+    it is divided, and Muon makes 1 % of the movement of that bit: so all averages divide alike.
+    """
+    if dtype is not torch.float16:
+        return float(ranks), 1.0  # before the sum, as DDP does
     before = 1.0
     while ranks % before == 0 and ranks / before > before:
         before *= 2

@@ -48,7 +48,7 @@ NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
 
 
 @dataclass(frozen=True)
-class Taken:
+class ViewOrigin:
     """Origin of a view: its base, that one's placement and node in the rank's graph."""
 
     base: fx.Node
@@ -60,11 +60,10 @@ class Inserter:
     """One pass over a graph, for one rank."""
 
     def __init__(self, module: GraphModule, plans: dict[fx.Node, NodePlan], mover: Mover) -> None:
-        self.module, self.plans, self.world, self.rank = module, plans, mover.world, mover.rank
-        self.mover = mover
+        self.module, self.plans, self.mover = module, plans, mover
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
-        self.homes: dict[fx.Node, tuple[Placement, fx.Node]] = {}  # of tensors that outlive the step
-        self.taken: dict[fx.Node, Taken] = {}
+        self.stored: dict[fx.Node, tuple[Placement, fx.Node]] = {}  # of tensors that outlive the step
+        self.views: dict[fx.Node, ViewOrigin] = {}
         self.native: dict[fx.Node, Placement] = {}
         self.roots: dict[fx.Node, fx.Node] = {}  # of views, as in the graph before all moves
         self.family: dict[fx.Node, list[fx.Node]] = {}
@@ -120,7 +119,7 @@ class Inserter:
         if base is None and node.op == "call_function" and "gather_again" in meta_of(node):
             base = node.all_input_nodes[0]  # a cast: it is taken again as a view is
         if base is not None:
-            self.taken[node] = Taken(base, wanted.get(base), moved.get(base, base))
+            self.views[node] = ViewOrigin(base, wanted.get(base), moved.get(base, base))
             self.gathered[node] = str(meta_of(node).get("phase"))
         if isinstance(plan.output, Placement):
             placement = plan.output
@@ -128,14 +127,14 @@ class Inserter:
             self.native[node] = placement
             self.family.setdefault(self.roots.get(node, node), []).append(node)
             if node.op == "placeholder":
-                self.homes[node] = placement, node
+                self.stored[node] = placement, node
             position = SHAPE_ARGUMENTS.get(node.target)  # the output's global shape, in an argument
             if position is not None and isinstance(placement, Shard):
-                shape = local_shape(tuple(node.meta["val"].shape), placement, self.world, self.rank)
+                shape = local_shape(tuple(node.meta["val"].shape), placement, self.mover.world, self.mover.rank)
                 node.update_arg(position, list(shape))
         elif node.target in ROW_ARGUMENTS and pytree.tree_leaves(plan.output)[0] == Shard(0):
             position = ROW_ARGUMENTS[node.target]
-            node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
+            node.update_arg(position, node.args[position] // self.mover.world)  # type: ignore[operator]
 
     def lower_rows(self, node: fx.Node) -> None:
         """Lower ZeRO's markers: the rank's rows as a view, and all rows copied back."""
@@ -147,7 +146,7 @@ class Inserter:
                 rows = self.mover.cut(param, 0, shape)
                 rows.meta.update(node.meta)
                 self.versions[node] = {Shard(0): rows}
-                self.homes[node] = Shard(0), rows
+                self.stored[node] = Shard(0), rows
                 self.family[node] = [node]
                 return
             rows = node.args[1]  # type: ignore[assignment]
@@ -165,7 +164,7 @@ class Inserter:
         Raises:
             PlanError: The operator returns several tensors.
         """
-        if self.world == 1 or Replicate() not in pytree.tree_leaves(plan.output):
+        if self.mover.world == 1 or Replicate() not in pytree.tree_leaves(plan.output):
             return
         if not isinstance(plan.output, Placement):
             hint = "draw the numbers with torch.rand_like or dropout of a tensor that carries the batch"
@@ -174,7 +173,7 @@ class Inserter:
         with self.module.graph.inserting_after(node):
             shared = self.mover.call(aten.copy_.default, node, node)  # the source is set below
         with self.module.graph.inserting_before(shared):
-            mine = node if self.rank == 0 else self.mover.call(aten.zeros_like.default, node)  # sum: rank 0's
+            mine = node if self.mover.rank == 0 else self.mover.call(aten.zeros_like.default, node)  # sum: rank 0's
             shared.update_arg(1, self.mover.all_reduce(mine, Partial("sum")))
         meta_of(shared)["agrees"] = True
         copy_notes(node, shared, "node_type", "phase", "val")
@@ -182,7 +181,7 @@ class Inserter:
     def version(self, source: fx.Node, wanted: Placement, before: fx.Node) -> fx.Node:
         """Return the node with ``source`` at the wanted placement, moved if needed."""
         if not self.versions[source]:
-            self.versions[source] = {self.native[source]: self.take_again(source, before)}
+            self.versions[source] = {self.native[source]: self.repeat_view(source, before)}
         versions = self.versions[source]
         phase = meta_of(before).get("phase")
         again = "gather_again" in meta_of(source) and wanted == Replicate() and phase == "backward"
@@ -191,12 +190,12 @@ class Inserter:
             return versions[wanted]
         if again:
             versions.pop(Replicate(), None)  # forward's copy must not live on
-        if again and source in self.taken and self.native[source] == wanted:  # of a gathered base; else it moves below
+        if again and source in self.views and self.native[source] == wanted:  # of a gathered base; else it moves below
             self.gathered[source] = "backward"
-            versions[wanted] = self.take_again(source, before)
+            versions[wanted] = self.repeat_view(source, before)
             return versions[wanted]
         # A full value is preferred, then a shard; an unreduced value comes last.
-        is_last = [0 if isinstance(one, Replicate) else 2 if isinstance(one, Partial) else 1 for one in versions]
+        is_last = [0 if isinstance(item, Replicate) else 2 if isinstance(item, Partial) else 1 for item in versions]
         origin = list(versions)[is_last.index(min(is_last))]
         if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
             return versions[origin]  # each rank's own values: nothing to move
@@ -234,23 +233,23 @@ class Inserter:
         root = self.roots.get(source, source)
         for relative in self.family.get(root, ()):
             versions = {
-                lies: one
-                for lies, one in self.versions[relative].items()
-                if root_of(one) is memory and (isinstance(lies, Shard) or not isinstance(placement, Shard))
+                lies: item
+                for lies, item in self.versions[relative].items()
+                if root_of(item) is memory and (isinstance(lies, Shard) or not isinstance(placement, Shard))
             }
-            if relative in self.homes and root_of(self.homes[relative][1]) is not memory:
+            if relative in self.stored and root_of(self.stored[relative][1]) is not memory:
                 # The rank's shard of the written full copy is copied back to the tensor.
-                (lies, home), full = self.homes[relative], versions.get(Replicate())
+                (lies, shard), full = self.stored[relative], versions.get(Replicate())
                 if not isinstance(lies, Shard) or full is None:
                     raise self.lost(node, relative)
                 with self.module.graph.inserting_before(node.next):
                     part = self.mover.cut(full, lies.dim, tuple(relative.meta["val"].shape))
-                    copy = self.mover.call(aten.copy_.default, home, part)
-                for one in (part, copy):
-                    copy_notes(relative, one, "node_type")
-                    copy_notes(node, one, "phase")
-                versions = {lies: home, Replicate(): full}
-            elif not versions and relative not in self.taken and any(node < user for user in relative.users):
+                    copy = self.mover.call(aten.copy_.default, shard, part)
+                for item in (part, copy):
+                    copy_notes(relative, item, "node_type")
+                    copy_notes(node, item, "phase")
+                versions = {lies: shard, Replicate(): full}
+            elif not versions and relative not in self.views and any(node < user for user in relative.users):
                 raise self.lost(node, relative)
             self.versions[relative] = versions
 
@@ -258,20 +257,20 @@ class Inserter:
         reason = f"writes to a redistributed copy of {source.name}, and later operators read {source.name} itself"
         return PlanError(Problem("shared-memory", f"node {node.name} ({node.target})", found=reason))
 
-    def take_again(self, view: fx.Node, before: fx.Node) -> fx.Node:
+    def repeat_view(self, view: fx.Node, before: fx.Node) -> fx.Node:
         """Take a view of its base again. It was a view of another copy than the written one."""
-        if view not in self.taken:
+        if view not in self.views:
             raise self.lost(before, view)
-        taken = self.taken[view]
-        if taken.base not in self.versions:  # several views at once
-            fresh = self.take_again(taken.base, before)
-        elif isinstance(taken.placement, Partial) and taken.placement not in self.versions[taken.base]:
+        origin = self.views[view]
+        if origin.base not in self.versions:  # several views at once
+            fresh = self.repeat_view(origin.base, before)
+        elif isinstance(origin.placement, Partial) and origin.placement not in self.versions[origin.base]:
             raise self.lost(before, view)
         else:
-            assert taken.placement is not None
-            fresh = self.version(taken.base, taken.placement, before)
+            assert origin.placement is not None
+            fresh = self.version(origin.base, origin.placement, before)
         with self.module.graph.inserting_before(before):
-            again = self.module.graph.node_copy(view, lambda n: fresh if n is taken.start else n)
+            again = self.module.graph.node_copy(view, lambda n: fresh if n is origin.start else n)
         copy_notes(before, again, "phase")
         return again
 

@@ -221,12 +221,12 @@ def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
         for user in list(node.users):
             index = user.args[1]
             assert isinstance(index, int), f"{user} reads {node} in another way than by index"
-            one = result[index]
-            if one is None:
+            item = result[index]
+            if item is None:
                 user.replace_all_uses_with(None)  # type: ignore[arg-type]
             else:
-                copy_notes(user, one, "gradient")
-                user.replace_all_uses_with(one)
+                copy_notes(user, item, "gradient")
+                user.replace_all_uses_with(item)
             graph.erase_node(user)
     graph.erase_node(node)
 

@@ -74,18 +74,18 @@ def _early_views(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
     for user in node.users:
         if user not in late and base_of(user) is node:
             behind = _early_views(user, late)
-            if behind or any(one in late for one in user.users):
+            if behind or any(item in late for item in user.users):
                 views += [user, *behind]
     return views
 
 
-def reshard_after_forward(graph: fx.Graph, homes: Mapping[fx.Node, Placement], mode: bool | frozenset[str]) -> int:
+def reshard_after_forward(graph: fx.Graph, placements: Mapping[fx.Node, Placement], mode: bool | frozenset[str]) -> int:
     """Mark the parameters to gather twice: all used in both halves, none, or the named of them; return their number."""
     if mode is False:
         return 0
     nodes = list(graph.nodes)
     place = {node: position for position, node in enumerate(nodes)}
-    sharded = [n for n in nodes if kind_of(n) == "param" and isinstance(homes[n], Shard)]
+    sharded = [n for n in nodes if kind_of(n) == "param" and isinstance(placements[n], Shard)]
     if isinstance(mode, frozenset):
         sharded = [n for n in sharded if meta_of(n)["input"].name in mode]
     chosen = [derived for node in sharded if (derived := _idle(node, place))]
@@ -108,7 +108,7 @@ def _idle(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
             if follows and meta_of(user).get("phase") == "forward" and user not in derived:
                 derived.append(user)
                 queue.append(user)
-    users = [user for one in (node, *derived) for user in one.users if user not in derived]
+    users = [user for item in (node, *derived) for user in item.users if user not in derived]
     if any(set(mutated_inputs(user)) & {node, *derived} for user in users if meta_of(user).get("phase") != "optimizer"):
         return []  # a second gather or cast would lack the written values
     forward = [place[user] for user in users if meta_of(user).get("phase") == "forward"]

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import uncompiled
 
 
 class RankLocal(Placement):
@@ -119,7 +120,7 @@ def describe(spec: Outputs | Placement) -> str:
     if spec is None:
         return "-"
     if isinstance(spec, tuple):
-        return "(" + ", ".join(describe(one) for one in spec) + ")"
+        return "(" + ", ".join(describe(item) for item in spec) + ")"
     if isinstance(spec, PlacementSpec):
         return "x".join(map(describe, spec.placements))  # one for each axis
     if isinstance(spec, RankLocal):  # not one of torch's
@@ -210,6 +211,20 @@ def warn_on_first(mesh: DeviceMesh, text: str, *, stacklevel: int = 1) -> None:
     coordinate = mesh.get_coordinate() if hasattr(mesh, "get_coordinate") else None
     if not any(coordinate or ()):
         warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a step's name, for messages."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def without_compiler(function: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    """Return the function as it runs: of one under `torch.compile` the original, with a warning."""
+    original = uncompiled(function)
+    if original is not function:
+        text = f"{name_of(original)}: of a compiled step the original runs; compile the model"
+        warn_on_first(mesh, text, stacklevel=4)
+    return original
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dp_partition._shared.page import human_bytes
-from dp_partition._shared.problems import Problem
+from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.plan.placements import DataParallelStyle, describe, local_shape
 
 Style = Literal["default", "replicate", "zero1", "zero2", "fully_shard", "hybrid"]
@@ -57,7 +57,7 @@ class Batch:
 class Settings:
     """Choices for all programs of a step, as documented at `compile`; ``dynamic`` is its ``mark_dynamic``.
 
-    `distribute` uses the style, the check and the communication alone.
+    `distribute` uses the style, the check, the communication, and its own ``full`` and ``observe``.
     """
 
     style: DataParallelStyle
@@ -69,6 +69,8 @@ class Settings:
     reshard: bool | frozenset[str] = True
     check: str = "sampled"
     dynamic: tuple[int, ...] = ()
+    full: str = "keep"
+    observe: bool = True
 
     def text(self) -> str:
         """Return choices to compare between ranks beside the plan and the collectives."""
@@ -120,6 +122,11 @@ def choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Proble
         return []
     hint = f"use one of {', '.join(map(repr, allowed))}"
     return [Problem("invalid-argument", name, found=repr(value), hint=hint)]
+
+
+def not_placed(name: str) -> PlanError:
+    """Return the error of a step that has not run yet."""
+    return PlanError(Problem("not-sharded", name, found="nothing is placed yet", hint="call the step once"))
 
 
 FORMAT = 1
@@ -201,16 +208,16 @@ class PartitionPlan:
     def explain(self, name: str | None = None) -> str:
         """Return text about one parameter, or a table of all."""
         if name is not None:
-            one, world = self[name], self.world
-            info = one.info
-            elements = [one.local_numel(one.param, world, rank) for rank in range(min(world, 8))]
+            item, world = self[name], self.world
+            info = item.info
+            elements = [item.local_numel(item.param, world, rank) for rank in range(min(world, 8))]
             return "\n".join([
                 f"{info.name}: {list(info.shape)} {info.dtype}, {'trained' if info.requires_grad else 'frozen'}",
-                f"  parameter {describe(one.param)}, gradient {describe(one.grad)}, "
-                f"optimizer state {describe(one.state)} ({one.reason})",
+                f"  parameter {describe(item.param)}, gradient {describe(item.grad)}, "
+                f"optimizer state {describe(item.state)} ({item.reason})",
                 f"  elements per rank: {elements}",
                 *self._notes(),
-                *([f"  also registered as {', '.join(one.aliases)}"] if one.aliases else []),
+                *([f"  also registered as {', '.join(item.aliases)}"] if item.aliases else []),
             ])  # fmt: skip
         lines = [
             f"{self.style.name.lower()} over {self.world} ranks, {self.semantics} semantics, "
@@ -305,10 +312,10 @@ def plan_placements(
             if not isinstance(placement, Replicate) and (placement != Shard(0) or not info.shape):
                 text, hint = f"{placement!r} for shape {list(info.shape)}", "use Replicate() or Shard(0)"
                 problems.append(Problem("invalid-layout", info.name, found=text, hint=hint))  # passes shard dim 0 only
-            homes = (placement, placement, placement, f"placements[{pattern!r}]")  # parameter, gradient, state
+            chosen = (placement, placement, placement, f"placements[{pattern!r}]")  # parameter, gradient, state
         else:
-            homes = home_by_style(info.shape, style, world)
-        planned.append(ParamPlan(info, *homes, aliases=tuple(others.get(info.name, ()))))
+            chosen = placements_by_style(info.shape, style, world)
+        planned.append(ParamPlan(info, *chosen, aliases=tuple(others.get(info.name, ()))))
     for pattern in patterns:
         if pattern not in used:
             hint = "patterns are matched against full names with fnmatch"
@@ -316,7 +323,7 @@ def plan_placements(
     return PartitionPlan(style, semantics, world, tuple(planned), tuple(problems), replicas, reduction)
 
 
-def home_by_style(
+def placements_by_style(
     shape: tuple[int, ...], style: DataParallelStyle, world: int
 ) -> tuple[Placement, Placement, Placement, str]:
     """Return placements of a parameter, its gradient and its state, and the reason."""

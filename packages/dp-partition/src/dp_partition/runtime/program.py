@@ -123,21 +123,17 @@ class Program:
     def sizes_of(self, leaves: list[Any]) -> dict[tuple[int, int], int]:
         """Return the marked sizes among a call's arguments, by tensor and dim."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return {(index, dim): tensors[index].shape[dim] for index, dim in self.capture.sizes}
+        return {(index, dim): tensors[index].shape[dim] for index, dim in self.capture.live.sizes}
 
     def numbers_of(self, leaves: list[Any]) -> tuple[float, ...]:
-        return tuple([leaves[position] for position in self.capture.numbers])
+        return tuple([leaves[position] for position in self.capture.live.arguments])
 
     def guards_hold(self, values: dict[tuple[Any, ...], float], numbers: tuple[float, ...] = ()) -> bool:
         """Return True if these hyperparameters and numbers allow each decision of the trace."""
         now = (*values.values(), *numbers)
         if now == self.guard_values:  # a steady call changes none
             return True
-        symbols = self.capture.symbols
-        substitution = {symbol: values[hyper] for hyper, symbol in symbols.items() if symbol is not None}
-        given = (*self.capture.numbers.values(), *self.capture.sizes.values())
-        substitution |= dict(zip(given, numbers, strict=True))
-        if not all(bool(guard.xreplace(substitution)) for guard in self.capture.guards):
+        if not self.capture.live.allow(values, numbers):
             return False
         self.guard_values = now
         return True
@@ -155,7 +151,8 @@ def reconcile(binding: Binding) -> OptimizerReads:
     step_state = binding.step_state
     # The model's tensors are compared with the placed ones, by name. After other changes they are indexed again.
     if step_state.reads.look() or binding.built is not step_state.reads.structure:
-        before, after = ({fqn for fqn, *_ in slots} for slots in (binding.slots, step_state.slots()))
+        before = {fqn for fqn, *_ in (*binding.param_slots, *binding.buffer_slots)}
+        after = {fqn for fqn, *_ in step_state.slots()}
         if after != before:
             changes = [(name, "was not there when the step was placed") for name in sorted(after - before)]
             changes += [(name, "is not there any more") for name in sorted(before - after)]
@@ -199,7 +196,7 @@ def reconcile(binding: Binding) -> OptimizerReads:
 def _reconcile_state(
     binding: Binding, number: int, group: dict[str, Any], fqn: str, states: dict[int, Any]
 ) -> list[Problem]:
-    optimizer, param = binding.step_state.optimizers[number], binding.params[fqn]
+    optimizer, param = binding.step_state.optimizers[number], binding.step_state.params[fqn]
     state = states.get(id(param))
     if not has_state(state):
         states.pop(id(param), None)
@@ -256,7 +253,7 @@ def check_no_gradients(step_state: StepState, cleared: bool) -> None:
 def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizers: OptimizerReads) -> list[Any]:
     """Return local tensors and numbers for the placeholders, in order."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    params, buffers = binding.params, binding.step_state.buffers
+    params, buffers = binding.step_state.params, binding.step_state.buffers
     values: list[Any] = []
     for entry in program.inputs:  # without calls for each entry: this runs at every step
         kind = entry.kind
@@ -278,10 +275,10 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
 
 def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], leaves: list[Any]) -> None:
     """Store buffers, state, hyperparameters and gradients of arguments, and set the step's modes."""
-    for module, mode in program.capture.modes:
+    for module, mode in program.capture.effects.modes:
         module.training = mode
-    for name, trained in program.capture.trained.items():
-        binding.params[name].requires_grad_(trained)
+    for name, trained in program.capture.effects.trained.items():
+        binding.step_state.params[name].requires_grad_(trained)
     outputs, placements = program.capture.returned.outputs, program.output_placements
     for value, entry, placement in zip(values, outputs, placements, strict=True):
         if entry.kind == "buffer":
@@ -290,7 +287,7 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], l
                     module._buffers[attribute] = value
             binding.step_state.buffers[entry.name] = value
         elif entry.kind == "state":
-            param = binding.params[entry.name]
+            param = binding.step_state.params[entry.name]
             new, shape = value, getattr(value, "shape", ())  # a count has none
             if placement is not None and shape and tuple(shape) == binding.local_state_shape(entry.name):
                 rows = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value  # not the full one

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from torch.optim import Optimizer
 from dp_partition._shared.dtensor import as_dtensor
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import current_parameter, is_stale, mark_stale
-from dp_partition._torch_compat import parameter_like, pytree, storage_keys
+from dp_partition._torch_compat import parameter_like, pytree, storage_keys, without_fsdp_in
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import broadcast_from_first, distinct, full_copies
+from dp_partition.runtime.saving import hook_placed
 
 ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
 ASSIGN_HINT = "write in place under torch.no_grad(), as p.copy_(values) does, or within unsharded(); then call again"
@@ -50,6 +52,27 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+class HeldMemory:
+    """The memory of placed parameters, to find an assignment to ``.data``: a DTensor keeps its shard, in torch too."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.hold()
+
+    def hold(self) -> None:
+        self.storages = [p.untyped_storage() for p in self.parameters.values()]  # held: no key is used again
+        self.keys = storage_keys(self.parameters.values())
+
+    def moved(self) -> list[Problem]:
+        """Return a problem for each parameter with other memory since the last call of this; a second one has none."""
+        keys, before = storage_keys(self.parameters.values()), self.keys
+        if keys == before:
+            return []
+        self.hold()
+        names = [name for name, key, old in zip(self.parameters, keys, before, strict=True) if key != old]
+        return [Problem("parameter-replaced", name, found=ASSIGNED, hint=ASSIGN_HINT) for name in names]
+
+
 class ModelChangedError(PlanError):
     """The caller has put other parameters, modules or optimizers in place between two calls."""
 
@@ -59,33 +82,33 @@ class Binding:
 
     def __init__(self, step_state: StepState, plan: PartitionPlan, mesh: DeviceMesh) -> None:
         self.step_state, self.plan, self.mesh = step_state, plan, mesh
-        self.world, self.rank = shard_world(mesh), shard_rank(mesh)
-        self.params: dict[str, nn.Parameter] = dict(step_state.params)
-        self.names = {id(param): fqn for fqn, param in self.params.items()}  # those of the placed parameters by ``id``
-        self.storage_keys: list[int] = []
-        self.slots: list[tuple[str, nn.Module, str, bool]] = []
+        self.names = {id(param): fqn for fqn, param in step_state.params.items()}  # of the placed parameters
+        self.memory = HeldMemory({})
         self.index_slots()
-        # the modules and optimizers by ``id``
-        self.owner_ids = {
-            id(owner) for owner in (*(module for _, module in step_state.modules), *step_state.optimizers)
-        }
         self.built = step_state.reads.structure  # structure of the modules when their tensors were last indexed
         # state of each parameter when last found in its planned layout, by optimizer and name
         self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
         self.state_shapes: dict[tuple[int, str], dict[Any, torch.Size]] = {}  # its global shapes
         self.is_unsharded = False  # whether the modules hold full plain parameters for a while, within `unsharded`
-        self.hints: list[Any] = []  # handles of hooks on modules
+        self.hints: list[Any] = []  # handles of hooks on modules and optimizers
 
-    def hold_storages(self) -> None:
-        """Keep the storages of the placed parameters, to detect an assignment to ``.data``."""
-        self.held = [param.untyped_storage() for param in self.params.values()]  # held: no key is reused
-        self.storage_keys = storage_keys(self.params.values())
+    @cached_property
+    def world(self) -> int:
+        return shard_world(self.mesh)
+
+    @cached_property
+    def rank(self) -> int:
+        return shard_rank(self.mesh)
+
+    @cached_property
+    def owner_ids(self) -> set[int]:
+        """The modules and optimizers by ``id``."""
+        return {id(owner) for owner in (*(m for _, m in self.step_state.modules), *self.step_state.optimizers)}
 
     def index_slots(self) -> None:
-        self.slots = list(self.step_state.slots())
-        aliases = self.step_state.aliases
-        self.param_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in self.slots if p]
-        self.buffer_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in self.slots if not p]
+        aliases, slots = self.step_state.aliases, list(self.step_state.slots())
+        self.param_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in slots if p]
+        self.buffer_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in slots if not p]
 
     def place(self) -> None:
         """Make every rank's tensors equal to rank 0's, place them, and rebind the optimizers."""
@@ -119,9 +142,9 @@ class Binding:
             if fqn in self.step_state.buffers:
                 distinct(self.step_state.buffers[fqn]).copy_(value)  # in place: graphs read them
         self.install(placed, states)
-        for _, root in self.step_state.modules:
-            self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
-            self.hints += [module.register_load_state_dict_pre_hook(place_loaded) for module in root.modules()]
+        roots = [root for _, root in self.step_state.modules]
+        self.hints = [root.register_forward_hook(hint_eager_use, always_call=True) for root in roots]
+        self.hints += hook_placed(roots, self.step_state.optimizers)
 
     def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
         """Return the state at the start of the optimizer's first step, for a placed parameter."""
@@ -165,16 +188,16 @@ class Binding:
         for fqn, old in self.step_state.params.items():
             mark_stale(old, Problem("parameter-replaced", fqn, found=reason, hint=hint), params.get(fqn))
         self.step_state.params = dict(params)
-        self.params = dict(params)
         self.names = {id(param): fqn for fqn, param in params.items()}
-        self.hold_storages()
+        self.memory = HeldMemory(params)
 
     def replicated(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters that other ranks have as well: all, or a shard that each replica has."""
         is_hybrid = self.mesh.ndim > 1
         shards = f" of rank {self.rank} of the shards" if is_hybrid else ""
-        placed = [(name, p) for name, p in self.params.items() if is_hybrid or self.plan[name].param.is_replicate()]
-        return {name + shards: local_tensor(p.detach()) for name, p in placed}
+        params = self.step_state.params
+        placed = [name for name in params if is_hybrid or self.plan[name].param.is_replicate()]
+        return {name + shards: local_tensor(params[name].detach()) for name in placed}
 
     def check_in_place(self) -> None:
         """Raise for replaced parameters of the module, and for new hooks or memory.
@@ -184,7 +207,7 @@ class Binding:
             PlanError: ``parameter-hooks``, or ``parameter-replaced`` for ``p.data = ...``.
         """
         problems: list[Problem] = []
-        params = self.params
+        params = self.step_state.params
         for fqn, module, attribute, name in self.param_slots:
             param: Any = params[name]
             if param._backward_hooks or param._post_accumulate_grad_hooks:
@@ -192,30 +215,23 @@ class Binding:
             if module._parameters.get(attribute) is not param:
                 problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=REPLACED))
         is_changed = bool(problems) and all(problem.code == "parameter-replaced" for problem in problems)
-        keys = storage_keys(params.values())
-        if is_changed and keys == self.storage_keys:
+        moved = self.memory.moved()  # values that a release would lose
+        if is_changed and not moved:
             raise ModelChangedError(problems)
-        if keys != self.storage_keys:  # values that a release would lose
-            # A DTensor keeps its shard, in torch too: the assignment had no effect.
-            problems += [
-                Problem("parameter-replaced", fqn, found=ASSIGNED, hint=ASSIGN_HINT)
-                for fqn, key, key_before in zip(params, keys, self.storage_keys, strict=True)
-                if key != key_before
-            ]
-            self.hold_storages()  # a second call does not raise
-        if problems:
+        if problems := [*problems, *moved]:
             raise PlanError(problems)
 
 
 @contextmanager
 def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[None]:
-    """Hold full plain parameters in place of DTensors within the block. With ``writeback`` keep their new values.
+    """Hold full plain parameters in plain modules within the block. With ``writeback`` keep their new values.
 
     Afterwards these parameters are stale: reading a gradient of them (by an optimizer from within the block) raises.
 
     Raises:
         PlanError: ``shape-mismatch`` for a written value of another shape.
     """
+    roots = list(roots)
     places = [
         (f"{path}.{key}" if path else key, module, key, parameter)
         for root in roots
@@ -231,7 +247,10 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
     for _, module, key, parameter in places:
         module._parameters[key] = full[id(parameter)]
     try:
-        yield
+        with ExitStack() as stack:
+            for root in roots:  # FSDP2 would shard again for a state dict, gather for a forward, refuse a copy
+                stack.enter_context(without_fsdp_in(root))
+            yield
     finally:
         with torch.no_grad():
             for tensor, value in zip(plain, before, strict=True):
@@ -290,11 +309,11 @@ def release(binding: Binding, others: Collection[Optimizer] = ()) -> None:
     if binding.is_unsharded:
         raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
     tables: list[dict[str, Any]] = [m._parameters for _, root in binding.step_state.modules for m in root.modules()]
-    own = {id(p) for p in binding.params.values()}
+    own = {id(p) for p in binding.step_state.params.values()}
     put = {id(p): p for table in tables for p in table.values() if isinstance(p, DTensor) and id(p) not in own}
-    old = [*binding.params.values(), *put.values()]
+    old = [*binding.step_state.params.values(), *put.values()]
     copies = [parameter_like(copy, p) for copy, p in zip(full_copies(old, binding.mesh), old, strict=True)]
-    plain = dict(zip(binding.params, copies, strict=False))
+    plain = dict(zip(binding.step_state.params, copies, strict=False))
     states: list[dict[str, dict[Any, Any]]] = [{} for _ in binding.step_state.optimizers]
     for number, fqn, state in binding.step_state.states():
         states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
@@ -333,18 +352,6 @@ def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
         )
 
 
-def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Shard full plain tensors of a state dict for a module's DTensors. The same file is loaded on every rank."""
-    parameters: dict[str, Any] = module._parameters
-    for name, parameter in parameters.items():
-        value = state_dict.get(prefix + name)
-        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if value.shape == parameter.shape:  # else load_state_dict names the sizes
-            layout, full = (parameter.device_mesh, parameter.placements), value.detach().to(parameter.device)
-            state_dict[prefix + name] = distribute_tensor(full, *layout, src_data_rank=None)
-
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on every rank; a copy if it was sharded."""
     return full_copies([tensor], tensor.device_mesh)[0] if isinstance(tensor, DTensor) else tensor.detach()
@@ -368,7 +375,7 @@ class Snapshot:
         groups = [group for optimizer in binding.step_state.optimizers for group in optimizer.param_groups]
         self.states += [(group, dict(group)) for group in groups]
         self.modes = [(part, part.training) for _, root in binding.step_state.modules for part in root.modules()]
-        self.trained = [(param, param.requires_grad) for param in binding.params.values()]
+        self.trained = [(param, param.requires_grad) for param in binding.step_state.params.values()]
         leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
         self.gradients = [(leaf, leaf.requires_grad, leaf.grad) for leaf in leaves]
         self.buffers = (binding.step_state.buffers, dict(binding.step_state.buffers))

@@ -323,8 +323,8 @@ def _partial_ways(
     others_equal = all(call.placement_of(node) == R for node in operands if node is not partial[0])
     divides = base == "div" and partial[0] not in nodes_in(call.arg(0))
     # Linear in one argument, not in one node: in `s * s` the squares of partial values are not partial squares.
-    stands = sum(node is partial[0] for _, value in arguments(call.node) for node in nodes_in(value))
-    if len(partial) == 1 and stands == 1 and base in LINEAR_IN_ONE and others_equal and not divides:
+    uses = sum(node is partial[0] for _, value in arguments(call.node) for node in nodes_in(value))
+    if len(partial) == 1 and uses == 1 and base in LINEAR_IN_ONE and others_equal and not divides:
         yield {node: (kind if node is partial[0] else R) for node in operands}, kind
     if base in LINEAR_IN_ALL and len(operands) > 1 and all(call.placement_of(node) == kind for node in operands):
         yield dict.fromkeys(operands, kind), kind
@@ -425,8 +425,8 @@ def permute(call: Call, dim: int) -> int:
 @follows("transpose", "t")
 def transpose(call: Call, dim: int) -> int:
     ndim = _source_ndim(call)
-    one, other = (int(call.arg(1)) % ndim, int(call.arg(2)) % ndim) if call.name == "transpose" else (0, 1)
-    return {one: other, other: one}.get(dim, dim) if ndim > 1 else dim
+    item, other = (int(call.arg(1)) % ndim, int(call.arg(2)) % ndim) if call.name == "transpose" else (0, 1)
+    return {item: other, other: item}.get(dim, dim) if ndim > 1 else dim
 
 
 @follows("unsqueeze")
@@ -439,8 +439,8 @@ def squeeze(call: Call, dim: int) -> int | None:
     shape = call.shape(call.arg(0))
     asked = call.arg(1)  # None in the overload that drops every dim of size one
     dims = range(len(shape)) if asked is None else [asked] if isinstance(asked, int) else asked
-    gone = {d % len(shape) for d in dims if shape and shape[d % len(shape)] == 1}
-    return None if dim in gone else dim - sum(1 for d in gone if d < dim)
+    removed = {d % len(shape) for d in dims if shape and shape[d % len(shape)] == 1}
+    return None if dim in removed else dim - sum(1 for d in removed if d < dim)
 
 
 @follows("slice")

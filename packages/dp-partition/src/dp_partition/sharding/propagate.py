@@ -49,17 +49,17 @@ class StoragePlacements:
     placements: dict[fx.Node, Placement]  # placement of every placeholder
     types: dict[fx.Node, NodeType]  # node type of every placeholder
     # wanted placement of a gradient, from its parameter's name and its shape
-    grad_home: Callable[[str, tuple[int, ...]], Placement] = lambda name, shape: R
+    gradient_placement: Callable[[str, tuple[int, ...]], Placement] = lambda name, shape: R
     keep_outputs: bool = False  # return sharded values as shards, instead of gathered
 
 
-def propagate(graph: fx.Graph, homes: StoragePlacements, world: int, *, local: bool) -> dict[fx.Node, NodePlan]:
+def propagate(graph: fx.Graph, storage: StoragePlacements, world: int, *, local: bool) -> dict[fx.Node, NodePlan]:
     """Plan every node of a canonical graph.
 
     Raises:
         PlanError: The step would make ranks diverge, or has an operator that cannot run on shards.
     """
-    walk = _Walk(graph, homes, world, local)
+    walk = _Walk(graph, storage, world, local)
     for position, node in enumerate(graph.nodes):
         walk.visit(position, node)
     if walk.problems:  # all of them in one error
@@ -70,8 +70,8 @@ def propagate(graph: fx.Graph, homes: StoragePlacements, world: int, *, local: b
 class _Walk:
     """One walk over the nodes of a graph, which places each and collects problems."""
 
-    def __init__(self, graph: fx.Graph, homes: StoragePlacements, world: int, local: bool) -> None:
-        self.homes, self.world, self.local = homes, world, local
+    def __init__(self, graph: fx.Graph, storage: StoragePlacements, world: int, local: bool) -> None:
+        self.storage, self.world, self.local = storage, world, local
         self.states: dict[fx.Node, OutputPlacement] = {}
         self.types: dict[fx.Node, NodeType | None] = {}
         self.desired: dict[fx.Node, Placement] = {}
@@ -83,7 +83,7 @@ class _Walk:
 
     def visit(self, position: int, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self.record(node, self.homes.placements.get(node, R), {}, self.homes.types.get(node))
+            self.record(node, self.storage.placements.get(node, R), {}, self.storage.types.get(node))
         elif node.op == "get_attr":
             self.record(node, R, {}, None)
         elif node.op == "output":
@@ -132,7 +132,7 @@ class _Walk:
 
     def tag(self, node: fx.Node) -> None:
         """Mark a gradient: under local semantics it stands for the average over ranks."""
-        self.desired[node] = self.homes.grad_home(gradient_name(node), _shape(node))
+        self.desired[node] = self.storage.gradient_placement(gradient_name(node), _shape(node))
         self.plans[node].reduce_whole = self.desired[node] == R
         self.types[node] = self.plans[node].node_type = NodeType.GRAD
         if isinstance(self.states[node], RankLocal):
@@ -187,7 +187,7 @@ class _Walk:
         if kind_of(root) == "buffer":  # each rank keeps its own
             self.states[target] = inputs[target] = RankLocal()
             self.states[root] = RankLocal()
-        elif root.op == "placeholder" and self.homes.types.get(root) in (NodeType.PARAM, NodeType.STATE):
+        elif root.op == "placeholder" and self.storage.types.get(root) in (NodeType.PARAM, NodeType.STATE):
             reason = f"writes a rank's own value into {root.name}, which all ranks share"
             self.complain("ranks-diverge", node, reason, "update parameters and optimizer state from gradients only")
         else:
@@ -263,7 +263,7 @@ class _Walk:
             if isinstance(state, Partial):
                 inputs[source] = self.desired.get(source, R)
             elif isinstance(state, Placement):
-                keeps = self.homes.keep_outputs or self.types.get(source) in (NodeType.ACT, None)
+                keeps = self.storage.keep_outputs or self.types.get(source) in (NodeType.ACT, None)
                 inputs[source] = state if keeps or isinstance(state, RankLocal) else R
         self.record(node, None, inputs, NodeType.NON_TENSOR)
 

@@ -66,20 +66,24 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count, step = _checked.get(optimizer, (0, 0))
     if count != len(parameters):  # groups only grow
         raise_problems(shard_problems(optimizer, is_local_shard), f"{type(optimizer).__name__} cannot work on shards")
-    if optimizer not in _checked:
-        optimizer.register_step_post_hook(_after_step)
     _checked[optimizer] = len(parameters), step + 1
     if is_zero_optimizer(optimizer):  # its inner optimizer holds other parameters on each rank, on some none
         _checked.setdefault(cast(Any, optimizer).optim, (0, _LAST))
     # A norm over its limit shows early, and a scheduler's period is seldom a power of two.
     if (step + 1) & step == 0 and step < _LAST and any(map(is_local_shard, parameters)):
         _compare_replicated_gradients(parameters)
-    _stepping[optimizer] = [*_stepping.get(optimizer, ()), *as_plain(parameters)]
+    leaves = as_plain(parameters)
+    if leaves and optimizer not in _stepping:
+        # Optimizers without leaves get no hook: a graph of a step (dp-partition's) depends on its optimizer's hooks.
+        optimizer.register_step_post_hook(_after_step)
+    if leaves or optimizer in _stepping:
+        _stepping[optimizer] = [*_stepping.get(optimizer, ()), *leaves]
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for leaf in _stepping.pop(optimizer, ()):
+    for leaf in _stepping[optimizer]:
         refuse_full_reads(leaf)
+    _stepping[optimizer] = []
 
 
 def _compare_replicated_gradients(parameters: list[torch.Tensor]) -> None:
