@@ -303,6 +303,32 @@ def test_an_optimizers_file_of_one_process_goes_on_in_shards(ranks: Ranks, kind:
     )
 
 
+@pytest.mark.ranks(2)
+def test_clipped_values_and_averaged_weights(ranks: Ranks) -> None:
+    """One tensor after the other they are those of one process; torch's lists of DTensors and sections raise."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+    model, alone = (models.seeded(lambda: models.Gated().double()) for _ in range(2))
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), GATED)
+    averages: list[Any] = [AveragedModel(each, avg_fn=get_ema_avg_fn(0.9)) for each in (model, alone)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for _ in range(3):
+        for each, average, optimizer in zip((model, alone), averages, optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x64(3, 8)).square().sum().backward()
+            nn.utils.clip_grad_value_(each.parameters(), 0.05, foreach=False)
+            optimizer.step()
+            average.update_parameters(each)
+    for each, other in ((model, alone), (averages[0].module, averages[1].module)):
+        assert models.assert_close(tp.full_state_dict(each), dict(other.state_dict()), atol=1e-12) > 300
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        nn.utils.clip_grad_value_(model.parameters(), 0.05, foreach=True)
+    lists = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    lists.update_parameters(model)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        lists.update_parameters(model)
+
+
 class Weight(nn.Parameter):
     """A class of a user's own."""
 
