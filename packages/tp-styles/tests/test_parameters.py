@@ -236,6 +236,8 @@ FULL_READS: dict[str, Callable[[Any], Any]] = {
     "squares of a penalty": lambda w: w.square().sum(),
     "products of a penalty": lambda w: (w * w).mean(),
     "powers of a penalty": lambda w: ((w - 1).abs() ** 1.5).norm(),
+    "reshaped": lambda w: w.clone().t().flatten().norm(),
+    "a loss of the weight": lambda w: torch.nn.functional.mse_loss(w, torch.zeros_like(w)),
 }
 ROW_READS: dict[str, Callable[[Any], Any]] = {
     "norm of rows": lambda w: w.norm(dim=1),
@@ -275,7 +277,7 @@ def test_reads_of_a_full_weight_are_refused_on_sections_and_right_through_full_t
         (weight.norm() + torch.linalg.svdvals(weight)[0] + (weight.T @ weight - 1).square().sum()).backward()
     assert shard.grad is not None and full.grad is not None
     torch.testing.assert_close(shard.grad, split.take(full.grad, ranks.rank, 2))
-    assert len(FULL_READS) == 22 and len(ROW_READS) == 8
+    assert len(FULL_READS) == 24 and len(ROW_READS) == 8
 
 
 @pytest.mark.ranks(2)

@@ -82,18 +82,20 @@ class ShardValue(torch.Tensor):
 # Functions of each element by itself.
 ELEMENTWISE = named(
     "square abs absolute pow mul multiply add sub subtract div divide true_divide neg sqrt rsqrt exp log relu clamp sin"
-    " cos tanh sigmoid softplus sign float double __pow__ __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__"
+    " cos tanh sigmoid softplus sign clone float double __pow__ __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__"
     " __truediv__ __neg__ __abs__",
     torch,
     torch.Tensor,
     torch.nn.functional,
 )
+# One number of all elements, of two tensors.
+LOSSES = named("mse_loss l1_loss smooth_l1_loss huber_loss kl_div dist", torch, torch.Tensor, torch.nn.functional)
 RESHAPES = named("view reshape flatten ravel t transpose permute", torch, torch.Tensor)
 
 
 def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function of a shard; its result is a plain tensor, or the shard's values."""
-    if func in FULL_READS:
+    if func in FULL_READS or func in LOSSES:
         _refuse_full_read(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
@@ -120,7 +122,8 @@ def _refuse_full_read(func: Any, args: Any, kwargs: Any) -> None:
     if info is None or info.placements[0].is_replicate():
         return
     dims = range(shard.dim()) if getattr(shard, "_is_reshaped", False) else [getattr(info.placements[0], "dim", 0)]
-    if name := next(filter(None, [full_read(func, args, kwargs, dim, shard.dim()) for dim in dims]), ""):
+    reads = [full_read(func, args, kwargs, dim, shard.dim()) for dim in dims]
+    if name := LOSSES.get(func) or next(filter(None, reads), ""):
         hint = (
             "weight.full_tensor() is the full weight, with a gradient; initialise before the plan is applied, by"
             " reset_parameters() of the module, or by load_state_dict()"
