@@ -203,7 +203,8 @@ def _update(optimizer: Optimizer, place: Place | None, full: Collection[int]) ->
         parameter.grad = gradient
     before = [parameter.detach().clone() for parameter in parameters]
     repoint(Reach(copied), swap, lambda value: place(value) if place is not None else value)
-    silent = nullcontext() if place is not None else _NoCommunication()  # WholeMatrices has planned its messages
+    # WholeMatrices has planned its messages for full tensors.
+    silent = nullcontext() if place is not None else _NoCommunication()  # type: ignore[no-untyped-call]
     with random_state_restored(), ClosedTraps(), silent:
         torch.manual_seed(0)  # equal draws for both copies
         for _ in range(6):  # some do more in every fifth or sixth
@@ -257,7 +258,7 @@ def shard(
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=keep, mp_policy=policy)
         if mesh.device_type == "cpu":  # gloo has no average in reduce-scatter
             unit.set_force_sum_reduction_for_comms(True)
-        _refuse_writes(unit)
+        _refuse_writes(unit, keep)
         hook_views_quietly(unit)
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     for root, named in before:
@@ -300,13 +301,14 @@ def placement_of(mesh: DeviceMesh) -> Place:
     return lambda x: distribute_tensor(x.detach(), mesh, placements, src_data_rank=None) if x.ndim else x
 
 
-def _refuse_writes(unit: nn.Module) -> None:
-    """Raise if a forward writes or moves a gathered parameter, or follows a failed backward pass."""
+def _refuse_writes(unit: nn.Module, full: Iterable[nn.Parameter]) -> None:
+    """Raise if a forward writes or moves a parameter, but a ``full`` one, or follows a failed backward pass."""
     inner = {
         m for child in unit.modules() if child is not unit and isinstance(child, FSDPModule) for m in child.modules()
     }
     own = [module for module in unit.modules() if module not in inner]  # those gather their own
     seen: list[tuple[int, str, int, int]] = []
+    ids = set(map(id, full))
 
     def before(module: nn.Module, args: Any) -> None:
         if is_backward_unfinished([unit]) and not is_in_backward():
@@ -317,7 +319,9 @@ def _refuse_writes(unit: nn.Module) -> None:
         seen[:] = _memory(own)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        for _, name, *_ in set(_memory(own)).difference(seen):
+        for changed, name, *_ in set(_memory(own)).difference(seen):
+            if changed in ids:
+                continue
             hint = 'use style="replicate", or write the parameter outside of forward'
             reason = "a forward writes or moves a gathered parameter"
             raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))

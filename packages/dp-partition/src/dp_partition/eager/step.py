@@ -59,7 +59,6 @@ from dp_partition.plan.placements import DataParallelStyle, warn_on_first
 from dp_partition.plan.plan import Settings
 from dp_partition.runtime import state
 from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct, is_of_collective
-from dp_partition.runtime.saving import hook_placed
 
 
 @dataclass
@@ -75,7 +74,7 @@ class TrainStep:
 
 @dataclass
 class Placed:
-    """What the placement of parameters in shards has made."""
+    """Results of placing parameters in shards."""
 
     units: Units
     optimizers: list[torch.optim.Optimizer]
@@ -280,7 +279,7 @@ class EagerStep:
         group = dist.new_group(ranks_of(self.mesh), use_local_synchronization=True) if is_mixed else group
         self.reducer = GradientReducer(full, group, comm, self.name)
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
-        handles = hook_placed(reach.modules, reach.optimizers, take)
+        handles = state.hook_placed(reach.modules, reach.optimizers, take)
         self.watch = None
         self.placed = Placed(units, reach.optimizers, handles, PlacedShards(self.parameters, self.mesh, self.name))
 
@@ -374,8 +373,9 @@ class EagerStep:
                     plain = parameter_like(state.full_tensor(parameter), parameter)
                     plain.grad = None if parameter.grad is None else state.full_tensor(parameter.grad)
                     swap[id(parameter)] = parameter, plain
-            for table in tables:
-                table.update({key: swap[id(p)][1] for key, p in table.items() if id(p) in swap})
+            for table in tables:  # those of TorchScript cannot be updated, and hold no shard
+                if plain_again := {key: swap[id(p)][1] for key, p in table.items() if id(p) in swap}:
+                    table.update(plain_again)
             repoint(reach, swap, state.full_tensor)
             reason = "was this rank's shard before release()"
             hint = "rebuild lists of parameters, and optimizers that no call was given, from model.parameters()"

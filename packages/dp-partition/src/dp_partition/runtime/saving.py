@@ -8,9 +8,8 @@ alone: a replicated tensor is written as a plain one, and a shard raises. DCP pi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +17,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import without_fsdp
 
 # By thread: for each step in shards that it runs, a function that raises on all ranks unless all of them call it.
 running: dict[int, list[Callable[[], None]]] = {}
 
-_PICKLE, _COPY = "__reduce_ex__", "__deepcopy__"  # `pickle` and `copy` ask the object, then its class
+PICKLE, COPY = "__reduce_ex__", "__deepcopy__"  # `pickle` and `copy` ask the object, then its class
 
 
 class Pickled:
@@ -40,47 +38,6 @@ class Pickled:
             hint += "for an optimizer, torch.distributed.checkpoint.save(get_state_dict(model, optimizer))"
             raise PlanError(Problem("already-applied", f"a pickle of {self.name}", found=reason, hint=hint))
         return self.full.__reduce_ex__(protocol)
-
-
-class _Guard:
-    """Refuses copies and pickles of a placed module by name, until it is removed. FSDP2 names no way on for a copy."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.own = vars(module)
-        refuse = partial(
-            _refuse_copy, without_fsdp(module)[0].__name__
-        )  # not of the module: no circle keeps its memory
-        self.own.update({_PICKLE: refuse, _COPY: refuse})
-
-    def remove(self) -> None:
-        for key in (_PICKLE, _COPY):
-            self.own.pop(key, None)
-
-
-def _refuse_copy(name: str, *_: Any) -> NoReturn:
-    hint = "with step.unsharded(): copy.deepcopy(model), or torch.save(model, path), on every rank: both are plain"
-    reason = "its parameters are placed on the ranks, and a copy does not gather them"
-    raise PlanError(Problem("already-applied", f"a copy of {name}", found=reason, hint=hint))
-
-
-def hook_placed(
-    roots: Iterable[nn.Module], optimizers: Iterable[Optimizer], place_state: Callable[[Optimizer], None] | None = None
-) -> list[Any]:
-    """Hook placed models and their optimizers for loading and saving; return the handles.
-
-    ``place_state`` shards what was loaded into an optimizer; None: something else does.
-    """
-    modules = dict.fromkeys(module for root in roots for module in root.modules())
-    placed = [module for module in modules if any(isinstance(p, DTensor) for p in module.parameters())]
-    handles: list[Any] = [_Guard(module) for module in placed]
-    handles += [module.register_load_state_dict_pre_hook(place_loaded) for module in placed]
-    handles += [module.register_state_dict_post_hook(mark_parameters) for module in placed]
-    # A wrapper that leaves out torch's own initialisation has no tables of hooks; the optimizer in it has them.
-    hooked = [optimizer for optimizer in optimizers if hasattr(optimizer, "_optimizer_state_dict_post_hooks")]
-    handles += [optimizer.register_state_dict_post_hook(mark_states) for optimizer in hooked]
-    if place_state is not None:
-        handles += [optimizer.register_load_state_dict_post_hook(place_state) for optimizer in hooked]
-    return handles
 
 
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -111,7 +68,7 @@ def mark_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _mark(name: str, value: Any) -> None:
     # A parameter itself (`keep_vars=True`) gets no attribute, as its successors would have it too.
     if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and threading.get_ident() not in running:
-        vars(value)[_PICKLE] = Pickled(value, name)
+        vars(value)[PICKLE] = Pickled(value, name)
 
 
 def reduced_in_step(tensor: DTensor, protocol: Any) -> Any:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from dp_partition._shared.dtensor import as_dtensor
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import current_parameter, is_stale, mark_stale
-from dp_partition._torch_compat import parameter_like, pytree, storage_keys, without_fsdp_in
+from dp_partition._torch_compat import parameter_like, pytree, storage_keys, without_fsdp, without_fsdp_in
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import broadcast_from_first, distinct, full_copies
-from dp_partition.runtime.saving import hook_placed
+from dp_partition.runtime.saving import COPY, PICKLE, mark_parameters, mark_states, place_loaded
 
 ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
 ASSIGN_HINT = "write in place under torch.no_grad(), as p.copy_(values) does, or within unsharded(); then call again"
@@ -350,6 +350,47 @@ def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
             "parameters enter `with step.unsharded():`; to evaluate compile another step with share=step; "
             "step.release() gives the plain model back"
         )
+
+
+class _Guard:
+    """Refuses copies and pickles of a placed module by name, until it is removed. FSDP2 names no way on for a copy."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.own = vars(module)
+        refuse = partial(
+            _refuse_copy, without_fsdp(module)[0].__name__
+        )  # not of the module: no circle keeps its memory
+        self.own.update({PICKLE: refuse, COPY: refuse})
+
+    def remove(self) -> None:
+        for key in (PICKLE, COPY):
+            self.own.pop(key, None)
+
+
+def _refuse_copy(name: str, *_: Any) -> NoReturn:
+    hint = "with step.unsharded(): copy.deepcopy(model), or torch.save(model, path), on every rank: both are plain"
+    reason = "its parameters are placed on the ranks, and a copy does not gather them"
+    raise PlanError(Problem("already-applied", f"a copy of {name}", found=reason, hint=hint))
+
+
+def hook_placed(
+    roots: Iterable[nn.Module], optimizers: Iterable[Optimizer], place_state: Callable[[Optimizer], None] | None = None
+) -> list[Any]:
+    """Hook placed models and their optimizers for loading and saving; return the handles.
+
+    ``place_state`` shards what was loaded into an optimizer; None: something else does.
+    """
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    placed = [module for module in modules if any(isinstance(p, DTensor) for p in module.parameters())]
+    handles: list[Any] = [_Guard(module) for module in placed]
+    handles += [module.register_load_state_dict_pre_hook(place_loaded) for module in placed]
+    handles += [module.register_state_dict_post_hook(mark_parameters) for module in placed]
+    # A wrapper that leaves out torch's own initialisation has no tables of hooks; the optimizer in it has them.
+    hooked = [optimizer for optimizer in optimizers if hasattr(optimizer, "_optimizer_state_dict_post_hooks")]
+    handles += [optimizer.register_state_dict_post_hook(mark_states) for optimizer in hooked]
+    if place_state is not None:
+        handles += [optimizer.register_load_state_dict_post_hook(place_state) for optimizer in hooked]
+    return handles
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

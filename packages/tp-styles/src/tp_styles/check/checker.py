@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_styles._shared.execution_check import Precision, random_state_restored
 from tp_styles._shared.norms import BRIDGED
+from tp_styles._shared.progress import each_shown
 from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, without_dispatch_modes
 from tp_styles.check import RUNNING, Running, running
 from tp_styles.check.compare import Comparison, Difference, cotangents
@@ -329,7 +330,8 @@ class Checker:
         dtypes = EXACT if scope.is_small else (None,)
         for lively, dtype in itertools.product((True, False), dtypes):
             both = self._runs(scope, call, Both(dtype, lively), calls)  # the sharded one records the regions' calls
-            for current in inner_first(calls):
+            order = inner_first(calls)
+            for current in each_shown("tp_styles: check of the first call", order, len(order)):
                 checker, inner = current.checker, calls[current]
                 # Inputs that were recorded in the model's own type are compared in the most exact one.
                 is_open = current is not scope and dtype is None and current.is_small
