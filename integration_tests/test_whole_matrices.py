@@ -1,19 +1,42 @@
-"""shard-reshard's WholeMatrices in dp-partition's steps: bits of torch's Muon on full matrices, or refused by name."""
+"""An optimizer on full matrices over the bridge's leaves, with sharded, fused, replicated and frozen parameters."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import dp_partition as dp
 import pytest
 import torch
+import tp_ddp_bridge
+import tp_styles
 from ranktest import Ranks
 from shard_reshard import WholeMatrices
 from torch import nn
-from torch.nn import functional as F
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
-CALLS = 6
+
+class Gated(nn.Module):
+    """A fused layer (a local shard of two sections), leaves, a replicated layer, and a frozen leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(8, 24, bias=False), nn.Linear(12, 8, bias=False)
+        self.up, self.out, self.head = nn.Linear(8, 10), nn.Linear(10, 8), nn.Linear(8, 4)
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        x = self.down(functional.silu(gate) * up)
+        result: torch.Tensor = self.head(self.out(torch.tanh(self.up(x))))
+        return result
+
+
+STYLES: dict[str, Any] = {
+    "gate_up": tp_styles.FusedColwiseParallel(sections=(12, 12)),
+    "down": tp_styles.RowwiseParallel(),
+    "up": tp_styles.ColwiseParallel(),
+    "out": tp_styles.RowwiseParallel(),
+}
 
 
 def muon(params: Any) -> torch.optim.Optimizer:
@@ -24,75 +47,53 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01)
 
 
-class Both:
-    """Torch's own optimizers of the same parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = list(model.named_parameters())
-        self.parts = [muon([p for _, p in named if p.ndim == 2]), adamw([p for _, p in named if p.ndim != 2])]
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
-
-
-def whole(model: nn.Module) -> WholeMatrices:
-    return WholeMatrices(model.named_parameters(), {"*weight": muon}, in_shards=adamw, owners={"0.weight": 1})
-
-
-def train(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
-
-
-def trained(ranks: Ranks, make: Any, style: Any, dtype: torch.dtype) -> tuple[Any, nn.Module]:
-    torch.manual_seed(0)  # WholeMatrices itself refuses full tensors that differ between ranks
-    model = nn.Sequential(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 6)).to(dtype)
-    optim = make(model)
-    step = dp.distribute(train, mesh=ranks.mesh((2,), ("dp",)), style=style)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no call is compared: owners' masters are not copied
-        for call in range(CALLS):
-            generator = torch.Generator().manual_seed(10 * call + ranks.rank)
-            x, y = (torch.randn(8, size, generator=generator).to(dtype) for size in (16, 6))
-            step(model, optim, x, y)
-    return step, model
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_distributed_step_gives_the_bits_of_full_matrices(ranks: Ranks, dtype: torch.dtype) -> None:
-    _, want = trained(ranks, Both, "replicate", dtype)
-    for style in ("replicate", "fully_shard"):
-        step, model = trained(ranks, whole, style, dtype)
-        if style == "fully_shard":
-            assert "full: 0.bias: WholeMatrices communicates by itself" in step.explain()
-        compared = 0
-        for got, expected in zip(model.parameters(), want.parameters(), strict=True):
-            assert torch.equal(got, expected), style
-            compared += got.numel()
-        assert compared == 16 * 12 + 12 + 12 * 6 + 6
-
-
-@pytest.mark.ranks(2)
-def test_a_graph_refuses_an_optimizer_that_communicates_by_name(ranks: Ranks) -> None:
-    model = nn.Sequential(nn.Linear(16, 12, bias=False), nn.Linear(12, 6, bias=False))
-    optim = WholeMatrices(model.named_parameters(), muon)
-    before = [p.detach().clone() for p in model.parameters()]
-    rows = torch.ones(4, 16), torch.ones(4, 6)
-    for style in ("replicate", "fully_shard"):
-        step = dp.compile(train, mesh=ranks.mesh((2,), ("dp",)), style=style)
-        with pytest.raises(dp.PlanError, match=r"the optimizer WholeMatrices .*dp_partition\.distribute runs the step"):
-            step(model, optim, *rows)
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dp.distribute(train, mesh=ranks.mesh((2,), ("dp",)), style="replicate")(model, optim, *rows)
-    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+@pytest.mark.ranks(4)
+def test_leaves_train_as_one_process_and_send_the_bound(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    model, alone = Gated().double(), Gated().double()
+    alone.load_state_dict(model.state_dict())
+    tp_styles.apply_plan(model, mesh["tp"], STYLES)
+    ddp = tp_ddp_bridge.wrap_ddp(model, mesh=mesh)
+    optimizer = WholeMatrices(ddp.named_parameters(), {"*.weight": muon}, in_shards=adamw)
+    gate, up = (nn.Parameter(half.clone()) for half in alone.gate_up.weight.detach().chunk(2))
+    its = [muon([gate, up, *(m.weight for m in (alone.down, alone.up, alone.out, alone.head))])]
+    its.append(adamw([m.bias for m in (alone.up, alone.out, alone.head)]))
+    random = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        x = torch.randn(6, 8, dtype=torch.float64, generator=random)
+        optimizer.zero_grad()
+        ddp(x.chunk(2)[mesh["dp"].get_local_rank()]).square().mean().backward()
+        norm = tp_ddp_bridge.clip_grad_norm_(ddp.parameters(), 0.1)
+        with ranks.record() as log:
+            optimizer.step()
+        alone.zero_grad()
+        alone(x).square().mean().backward()
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 0.1), rtol=1e-10, atol=0)
+        assert alone.gate_up.weight.grad is not None
+        gate.grad, up.grad = alone.gate_up.weight.grad.chunk(2)
+        for each in its:
+            each.step()
+        with torch.no_grad():
+            alone.gate_up.weight.copy_(torch.cat([gate, up]))
+    sent = sum(sum(event.bytes_sent) for event in log.events if event.op == "all_to_all")
+    least = [sum(each) for each in optimizer.plan.sent or ()]
+    frozen = [matrix.parameter for matrix in optimizer.plan.matrices].index("module.up.weight")
+    assert sum(ranks.gather(sent)) == optimizer.plan.lower_bound - least[frozen] > 0
+    assert {matrix.name for matrix in optimizer.plan.matrices} == {
+        "module.gate_up.weight:0", "module.gate_up.weight:1", "module.down.weight", "module.up.weight",
+        "module.out.weight", "module.head.weight",
+    }  # fmt: skip
+    with pytest.raises(tp_ddp_bridge.PlanError, match="local-shard-as-full"):
+        dict(model.named_parameters())["down.weight"].norm()  # leaves are leaves again after the step
+    compared = 0
+    state: dict[str, Any] = dict(tp_styles.full_state_dict(model).items())
+    for name, expected in alone.state_dict().items():
+        value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-10)
+        compared += value.numel()
+    assert compared == sum(value.numel() for value in alone.state_dict().values()) > 400
+    again = WholeMatrices(ddp.named_parameters(), {"*.weight": muon}, in_shards=adamw)
+    again.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"not-elementwise.*WholeMatrices"):  # of either package that checks steps
+        muon([p for p in ddp.parameters() if p.dim() == 2]).step()

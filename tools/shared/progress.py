@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 Show = Callable[[str], None]
+Item = TypeVar("Item")
 
 
 @contextmanager
@@ -48,3 +50,11 @@ def phases(work: str, total: int = 0) -> Iterator[Show]:
         if shown and not lines and at:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def each_shown(work: str, items: Iterable[Item], total: int, name: Callable[[Item], str] = str) -> Iterator[Item]:
+    """Yield `items` one by one, each as a phase of `work` with the text `name(item)`."""
+    with phases(work, total) as show:
+        for item in items:
+            show(name(item))
+            yield item

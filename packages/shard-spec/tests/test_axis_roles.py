@@ -221,7 +221,8 @@ def test_a_world_with_other_ranks_than_the_plans_is_a_problem() -> None:
 
 def test_a_plan_of_another_mesh_or_model_is_one_problem() -> None:
     plan = MegatronPlanner({"tp": 2}).build_plan(net())
-    (problem,) = ShardingPlan(plan.plan, mesh={"dp": 2}).validate(net())
+    texts = {name: str(layout) for name, layout in plan.plan.items()}
+    (problem,) = ShardingPlan(texts, mesh={"dp": 2}).validate(net())
     assert (problem.code, problem.axis) == ("unknown-axis", "tp")
     assert f"so for all {len(plan.plan)}" in problem.found
     (problem,) = plan.validate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))

@@ -387,9 +387,9 @@ def test_family(name: str) -> None:
 def test_agrees_with_the_models_own_plan(name: str) -> None:
     """The tensor-parallel plan that transformers ships for the family says column and row for the same modules."""
     model = build(FAMILIES[name], FAMILIES[name].small)
-    cuts = {key: cut.placement for key, cut in MegatronPlanner({"tp": 2}).analyse(model).cuts.items()}
+    cuts = {key: str(cut.placement) for key, cut in MegatronPlanner({"tp": 2}).analyse(model).cuts.items()}
     own = model.config.base_model_tp_plan  # type: ignore[union-attr]  # of transformers
-    kinds = {"colwise": "S(0)", "rowwise": "S(1)", "packed_colwise": "I(1, [40, 40])"}
+    kinds = {"colwise": "S(0)", "rowwise": "S(1)", "packed_colwise": "I(1,[40,40])"}
     compared = 0
     for pattern, style in own.items():  # type: ignore[operator, union-attr]  # as above
         if style in kinds:

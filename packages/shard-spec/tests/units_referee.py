@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 from shard_spec import Layout, MeshSpec, Problem
-from shard_spec.planners.block_simulator import BlockSimulator, Channels
 from shard_spec.planners.megatron.blocks import Cut, TPBlock
+from shard_spec.planners.modules.block_simulator import BlockSimulator, Channels
 from torch import Tensor, nn
 
 

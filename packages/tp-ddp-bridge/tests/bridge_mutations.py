@@ -193,7 +193,7 @@ MUTATIONS = [
         "optim/elementwise.py",
         "        _compare_replicated_gradients(parameters)\n",
         "        pass\n",
-        "optim/test_elementwise.py::test_torchs_clip_raises_at_the_step",
+        "optim/test_elementwise.py::test_gradients_that_are_scaled_by_one_ranks_shards_raise_at_the_step",
     ),
     Mutation(
         "full parameters in the place of leaves",

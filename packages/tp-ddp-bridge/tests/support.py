@@ -45,9 +45,14 @@ ROWS: list[tuple[str, str, str]] = [
         "test_ddp.py::test_hooks_of_users_are_tried_when_they_are_registered",
     ),
     (
-        "torch's `clip_grad_norm_` on leaves, at the optimizer's step",
+        "torch's `clip_grad_norm_` on leaves; norms and elements of `parameter.grad`, also in hooks",
+        "refused: `local-shard-as-full`",
+        "module/test_transform.py::test_gradients_are_refused_as_leaves_are",
+    ),
+    (
+        "gradients of replicated parameters that each rank scaled otherwise, at the optimizer's step",
         "refused: `gradients-differ`",
-        "optim/test_elementwise.py::test_torchs_clip_raises_at_the_step",
+        "optim/test_elementwise.py::test_gradients_that_are_scaled_by_one_ranks_shards_raise_at_the_step",
     ),
     (
         "hooks that are registered on what an attribute reads; post-accumulate hooks from before the bridge",

@@ -1,17 +1,19 @@
-"""Ulysses beside all-to-alls by hand, in one run: seconds of attention, forward and backward, on 2 ranks.
+"""Ulysses beside all-to-alls by hand, in one run, and the activations that a rank keeps for backward.
 
-    python packages/tp-styles/benchmarks/bench_context.py [TOKENS ...]
+    python packages/tp-styles/benchmarks/bench_context.py [--tokens N ...] [--json FILE]
 
-Both ways take turns, and the medians of 30 turns are printed. Torch's `context_parallel` runs beside them where its
-attention has a kernel for the device.
+Attention runs forward and backward on 2 ranks. Both ways take turns, and the rows have medians of 30 turns. Torch's
+`context_parallel` runs beside them where its attention has a kernel for the device.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 HEADS, SIZE, ROWS, TURNS = 8, 32, 2, 30
+ACTIVATION_TOKENS = 512
 
 
 class Exchange(torch.autograd.Function):
@@ -95,12 +98,62 @@ def measured(mesh: DeviceMesh, tokens: int) -> dict[str, Any]:
     }
 
 
+def activations(mesh: DeviceMesh, tokens: int) -> dict[str, float]:
+    """Return the share of one process's saved tensors that this rank keeps, for each kind."""
+    import context_models
+    import tp_styles as tp
+    from torch.distributed.tensor import Shard
+
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    alone = context_models.saved_bytes(context_models.Deep(), ids)
+    styles = (tp.ContextParallel(kind, output_layouts=Shard(1)) for kind in ("ulysses", "gather"))
+    shares = {}
+    for style in styles:
+        model = context_models.Deep()
+        tp.apply_plan(model, mesh, style, check="never")
+        shares[style.kind] = context_models.saved_bytes(model, ids) / alone
+    return shares
+
+
+def rows(sizes: list[int]) -> list[dict[str, str]]:
+    """Return the rows of the benchmark page."""
+    table = []
+    for tokens in sizes:
+        result = on_ranks(measured, 2, tokens)
+        seconds, failed = result["seconds"], result["failed"]
+        base = seconds["by hand"]
+        theirs = f"{1e3 * seconds['torch']:.2f} ms" if "torch" in seconds else f"does not run here ({failed['torch']})"
+        table.append(
+            {
+                "what": f"Ulysses attention of {HEADS} heads, {tokens} tokens on 2 ranks, forward and backward",
+                "target": "<= 1.25x of all-to-alls by hand",
+                "measured": f"{seconds['ours'] / base:.2f}x ({1e3 * seconds['ours']:.2f} ms)",
+                "peer": f"by hand {1e3 * base:.2f} ms; torch's `context_parallel` {theirs}",
+            }
+        )
+    for size in (2, 4):
+        shares = on_ranks(activations, size, ACTIVATION_TOKENS)
+        table.append(
+            {
+                "what": f"activations that a rank keeps for backward, {ACTIVATION_TOKENS} tokens on {size} ranks",
+                "target": f"<= {1 / size:.0%} + 5 % of one process",
+                "measured": ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items()),
+                "peer": f"an equal share: {1 / size:.0%}",
+            }
+        )
+    return table
+
+
 def main() -> None:
-    for tokens in [int(one) for one in sys.argv[1:]] or [128, 512, 2048]:
-        found = on_ranks(measured, 2, tokens)
-        base = found["seconds"]["by hand"]
-        cells = [f"{name} {1e3 * value:.2f} ms ({value / base:.2f})" for name, value in found["seconds"].items()]
-        print(f"{tokens} tokens: {', '.join(cells)}", *(f"{k}: {v}" for k, v in found["failed"].items()), flush=True)
+    """Print the rows, or write them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--json", type=Path, help="where to write the results; default: print them")
+    options = parser.parse_args()
+    command = "python packages/tp-styles/benchmarks/bench_context.py --json context.json"
+    result = {"title": "Context parallelism", "command": command, "rows": rows(options.tokens)}
+    text = json.dumps(result, indent=1)
+    print(text) if options.json is None else options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

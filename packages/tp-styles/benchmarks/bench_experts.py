@@ -1,17 +1,19 @@
 """`ExpertParallel` beside two raw all-to-alls with local experts, and beside transformers' own expert parallelism.
 
-    python packages/tp-styles/benchmarks/bench_experts.py [ranks] [rounds]
+    python packages/tp-styles/benchmarks/bench_experts.py [--ranks N] [--rounds N] [--json FILE]
 
 One run, rounds interleaved: forward and backward of one layer of experts (Qwen3-MoE's class, eager) with tokens of each
 rank's own. The raw form knows all splits ahead: no counts to exchange, no order to restore, no router's gradient.
-Median CPU and wall time of rank 0 and bytes that it sends, on gloo. Writes Markdown to standard output.
+Median CPU and wall time of rank 0 and bytes that it sends, on gloo.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
-import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +82,10 @@ def measure(mesh: DeviceMesh, tokens: int, rounds: int) -> dict[str, Any]:
                 times[name].append(spent)
     rows = int((indices // (EXPERTS // size) != rank).sum())
     return {
-        "ms": {name: [1e3 * statistics.median(one) for one in zip(*each, strict=True)] for name, each in times.items()},
+        "ms": {
+            name: [1e3 * statistics.median(values) for values in zip(*each, strict=True)]
+            for name, each in times.items()
+        },
         "bytes": {name: sent_bytes(form, hidden, indices, weights) for name, form in forms.items()},
         "formula": rows * WIDTH * 4 * 4,
     }
@@ -144,17 +149,47 @@ def sent_bytes(form: Any, hidden: torch.Tensor, indices: torch.Tensor, weights: 
     return log.bytes_sent()
 
 
+def rows(size: int, rounds: int) -> list[dict[str, str]]:
+    """Return the rows of the benchmark page."""
+    table = []
+    for tokens, result in on_ranks(run, size, rounds).items():
+        of_raw = {
+            name: [ms / raw for ms, raw in zip(each, result["ms"]["raw"], strict=True)]
+            for name, each in result["ms"].items()
+        }
+        texts = {
+            name: f"{cpu:.2f} ms CPU, {wall:.2f} ms ({of_raw[name][0]:.2f}x, {of_raw[name][1]:.2f}x)"
+            for name, (cpu, wall) in result["ms"].items()
+        }
+        sent = result["bytes"]
+        table += [
+            {
+                "what": f"a layer of {EXPERTS} experts, {tokens} tokens a rank of {size}, forward and backward",
+                "target": "<= 1.25x of two raw all-to-alls around local experts",
+                "measured": texts["tp-styles"],
+                "peer": f"raw {texts['raw']}; transformers' `AllToAllEP` {texts['transformers']}",
+            },
+            {
+                "what": f"bytes that rank 0 sends there, {tokens} tokens a rank",
+                "target": "the rows, one routing weight a row both ways, the counts",
+                "measured": f"{sent['tp-styles']:,}",
+                "peer": f"rows alone {result['formula']:,}; transformers' `AllToAllEP` {sent['transformers']:,}",
+            },
+        ]
+    return table
+
+
 def main() -> None:
-    """Print the table."""
-    size, rounds = (int(one) for one in (*sys.argv[1:3], *("2", "20")[len(sys.argv[1:3]) :]))
-    results = on_ranks(run, size, rounds)
-    print("| tokens a rank | form | CPU ms | wall ms | CPU of raw | bytes sent by rank 0 | rows of the formula |")
-    print("|---|---|---|---|---|---|---|")
-    for tokens, result in results.items():
-        base = result["ms"]["raw"][0]
-        for name, (cpu, wall) in result["ms"].items():
-            sent = f"{result['bytes'][name]:,} | {result['formula']:,}"
-            print(f"| {tokens} | {name} | {cpu:.2f} | {wall:.2f} | {cpu / base:.2f}x | {sent} |")
+    """Print the rows, or write them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="where to write the results; default: print them")
+    options = parser.parse_args()
+    command = "python packages/tp-styles/benchmarks/bench_experts.py --json experts.json"
+    result = {"title": "Expert parallelism", "command": command, "rows": rows(options.ranks, options.rounds)}
+    text = json.dumps(result, indent=1)
+    print(text) if options.json is None else options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -245,3 +245,81 @@ def test_models_of_transformers(ranks: Ranks, tmp_path: Any) -> None:
     router.register_hook(lambda gradient: gradient * 0.5)  # a router whose other half of the gradient is lost
     with pytest.raises(tp.PlanError, match=r"gate\.weight: gradient differs.*it is 0\.5 times"):
         tp.compare(experts, lambda: load(moe), batch)
+
+
+def accelerator_of(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An Accelerator on the ranks of a test, which a launcher would have described by environment variables."""
+    from accelerate import Accelerator
+
+    places = {"RANK": ranks.rank, "LOCAL_RANK": ranks.rank, "WORLD_SIZE": ranks.world_size}
+    for name, value in {**places, "LOCAL_WORLD_SIZE": ranks.world_size, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.extra("transformers", "accelerate")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(4, timeout=300)
+def test_experts_of_transformers_beside_fsdp_and_their_norm(
+    ranks: Ranks, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts over ep and efsdp, the rest over four ranks: torch's norm raises, accelerate's and ours are right."""
+    from transformers.distributed import DistributedConfig
+
+    folder = ranks.gather(str(tmp_path))[0]
+    saved("qwen3_moe", folder, ranks.rank)
+    ranks.gather("saved")
+    axes = DistributedConfig(fsdp_size=4, ep_size=2, ep_implementation="all_to_all")
+    model, alone = load(folder, distributed_config=axes), load(folder)
+    ids = torch.randint(3, 40, (4, 12), generator=torch.Generator().manual_seed(1))
+    rows = ids[ranks.rank :][:1]
+    model(input_ids=rows, labels=rows).loss.backward()
+    alone(input_ids=ids, labels=ids).loss.backward()
+    assert len({p.device_mesh for p in model.parameters()}) == 2
+    with pytest.raises(RuntimeError, match="same mesh"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    accelerator = accelerator_of(ranks, monkeypatch)
+    theirs = accelerator.clip_grad_norm_(list(model.parameters()), 1e9)
+    norms = tp.clip_grad_norm_(model.parameters(), 0.1), nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(theirs, norms[1], rtol=1e-5, atol=0)
+    wanted = {name: p.grad for name, p in alone.named_parameters()}
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+    everyone = next(p.device_mesh for p in model.parameters() if p.device_mesh.ndim == 1)
+    compared = tp.compare(model, lambda: load(folder), {"input_ids": ids, "labels": ids}, data_mesh=everyone).compared
+    assert compared.gradients == len(wanted)
+
+
+@pytest.mark.extra("transformers", "accelerate")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(4, timeout=300)
+def test_fsdp2_of_accelerate_around_tensor_parallelism(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate refuses FSDP2 on CPUs by the name of the device, so its state is told that it may."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType, ParallelismConfig
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from transformers import AutoModelForCausalLM
+
+    def original() -> Any:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float64)
+
+    accelerator = accelerator_of(ranks, monkeypatch)
+    state = accelerator.state
+    state.parallelism_config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **wrap)
+    state.distributed_type = DistributedType.FSDP
+    mesh = state.device_mesh = state.parallelism_config.build_device_mesh("cpu")
+    column, row = ColwiseParallel(), RowwiseParallel()
+    plan: dict[str, Any] = {f"model.layers.*.self_attn.{name}_proj": column for name in "qkv"}
+    plan |= {f"model.layers.*.mlp.{name}_proj": column for name in ("gate", "up")}
+    plan |= {"model.layers.*.self_attn.o_proj": row, "model.layers.*.mlp.down_proj": row}
+    model = fsdp2_prepare_model(accelerator, parallelize_module(original(), mesh["tp"], plan))
+    batch = {"input_ids": torch.randint(3, 40, (4, 12), generator=torch.Generator().manual_seed(1))}
+    counts = tp.compare(model, original, batch, data_mesh=mesh["dp_shard"]).compared
+    assert counts.gradients == len(dict(model.named_parameters()))
+    model.model.layers[0].set_gradient_divide_factor(1.0)
+    with pytest.raises(tp.PlanError, match=r"layers\.0\..*gradient differs.*it is 2 times"):
+        tp.compare(model, original, batch, data_mesh=mesh["dp_shard"])

@@ -13,6 +13,7 @@ import test_context_parallel as right
 import torch
 import torch.nn.functional as F
 import tp_styles as tp
+from context_models import Own
 from ranktest import Ranks
 from torch import nn
 from tp_styles import losses
@@ -92,7 +93,7 @@ def _masks(function: Any) -> Any:
 
 def no_shift_at_borders() -> Any:
     """The first token of a shard is nobody's target."""
-    return patched(losses, "_following", lambda target, axis, index: torch.full_like(target[:, :1], index))
+    return patched(losses, "first_of_next_rank", lambda target, axis, index: torch.full_like(target[:, :1], index))
 
 
 def doubled_key_value_gradient() -> Any:
@@ -127,7 +128,7 @@ def stale_mask() -> Any:
     return _masks(memo)
 
 
-class OwnLoss(right.Own):
+class OwnLoss(Own):
     """An own model that returns its loss, of this rank's tokens."""
 
     def __init__(self, mesh: Any, loss: Callable[..., torch.Tensor]) -> None:

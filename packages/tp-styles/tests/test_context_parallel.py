@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import tp_models as models
 import tp_styles as tp
+from context_models import Deep, Own, saved_bytes
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -194,6 +195,25 @@ def test_masks(ranks: Ranks) -> None:
 
 @pytest.mark.extra("transformers")
 @pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_cumulative_lengths_of_packed_documents(ranks: Ranks) -> None:
+    """As transformers' collator gives them: one row, positions that restart, and the lengths for other kernels."""
+    from transformers import DataCollatorWithFlattening
+
+    documents = [{"input_ids": tokens(length, rows=1)[0].tolist()} for length in (5, 8, 3)]
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")(documents)
+    batch = {key: value for key, value in flat.items() if key not in ("labels", "attention_mask")}
+    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 13, 16]
+    alone = {key: batch[key] for key in ("input_ids", "position_ids")}
+    for style in STYLES.values():
+        model = llama()
+        handle = tp.apply_plan(model, ranks.mesh((2,), ("cp",)), style)
+        torch.testing.assert_close(model(**batch).logits, llama()(**alone).logits, rtol=0, atol=EXACT)
+        assert "equal to the original" in check_line(handle)
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.ranks(3, timeout=300)
 def test_lengths_that_do_not_divide(ranks: Ranks) -> None:
     """Added tokens change nothing, with masks, documents and embeddings too; without `pad` the length is refused."""
@@ -269,53 +289,6 @@ def test_shards_in_and_out(ranks: Ranks) -> None:
 # ---------------------------------------------------------------------------------------------- own models
 
 
-class OwnAttention(nn.Module):
-    """Attention by torch's function, of 4 heads and 2 of keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
-        k, v = self.kv(x).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
-        result: torch.Tensor = self.out(out.transpose(1, 2).flatten(-2))
-        return result
-
-
-class Own(nn.Module):
-    """A language model with positions as an input; `repeat` checkpoints each block, or all of them."""
-
-    def __init__(self, repeat: str = "") -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(48, 16), nn.Embedding(LENGTH, 16)
-        self.blocks = nn.ModuleList(OwnAttention() for _ in range(2))
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-        self.unused = nn.Linear(2, 2)
-        self.head = nn.Linear(16, 48, bias=False)
-        self.head.weight = self.embed.weight
-        self.repeat = repeat
-
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        x = self.embed(input_ids) + self.place(position_ids)
-        for block in self.blocks:
-            if self.repeat:
-                x = x + checkpoint(block, x, mask, use_reentrant=self.repeat == "reentrant")
-            else:
-                x = x + block(x, mask)
-        for index, expert in enumerate(self.experts):  # the second has tokens of the second rank alone
-            chosen = position_ids.expand(x.shape[:2]) >= 8 * index
-            if bool(chosen.any()):
-                y = torch.zeros_like(x)
-                y[chosen] = expert(x[chosen])
-                x = x + y
-        result: torch.Tensor = self.head(x)
-        return result
-
-
 def own(repeat: str = "") -> Any:
     return models.seeded(lambda: Own(repeat)).double()
 
@@ -372,6 +345,34 @@ def test_bytes(ranks: Ranks) -> None:
         assert log.bytes_sent(back) == amount * layers * rows * item
         summed = sum(p.numel() for p in model.parameters()) * item
         assert summed <= log.bytes_sent("all_reduce") <= summed + 4 * len([*model.parameters()])
+
+
+@pytest.mark.ranks(2, 4)
+def test_activations(ranks: Ranks) -> None:
+    """A rank keeps its share of what one process keeps for backward; gathered keys and values come on top."""
+    n, tokens = ranks.world_size, 256
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    alone = saved_bytes(Deep(), ids)
+    layers, kv, mask = 4, 2 * 2 * 8 * 4 * tokens, 4 * tokens * tokens // n  # bytes of all keys and values, of a mask
+    for kind, more in zip(KINDS, (0, layers * kv + mask), strict=True):
+        model = Deep()
+        tp.apply_plan(
+            model, ranks.mesh((n,), ("cp",)), tp.ContextParallel(kind, output_layouts=Shard(1)), check="never"
+        )
+        assert alone / n * 0.9 < saved_bytes(model, ids) <= alone * (1 / n + 0.05) + more, kind
+
+
+def test_the_balance_of_causal_attention_is_explained() -> None:
+    """Of four ranks in order the last has 7/16 of the pairs; zigzag and shares of heads are even."""
+    texts = {name: tp.explain(Own(), style, 4) for name, style in STYLES.items()}
+    assert (
+        "work of causal attention by rank: 6.3%, 18.8%, 31.2%, 43.7%; the slowest has 1.75x of the mean"
+        in (texts["gather"])
+    )
+    assert 'order="zigzag" makes it equal' in texts["gather"]
+    assert "by rank: 25.0%, 25.0%, 25.0%, 25.0%; the slowest has 1.00x of the mean" in texts["zigzag"]
+    assert "makes it equal" not in texts["zigzag"]
+    assert "equal on all ranks" in texts["ulysses"]
 
 
 # ---------------------------------------------------------------------------------------------- other axes beside it
@@ -551,6 +552,18 @@ class Torchs(nn.Module):
         return result
 
 
+class VariableLengths(Torchs):
+    """Packed documents by torch's attention of cumulative lengths."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        x = self.embed(input_ids).flatten(0, 1).unflatten(-1, (4, 4))
+        ends = torch.tensor([0, x.shape[0]], dtype=torch.int32)
+        result: Any = varlen_attn(x, x, x, ends, ends, x.shape[0], x.shape[0])
+        return result  # type: ignore[no-any-return]  # a tuple only where more is asked for
+
+
 @pytest.mark.ranks(2, timeout=300)
 def test_models_that_mix_tokens_elsewhere(ranks: Ranks) -> None:
     """Convolutions, token shifts, scans, local positions: refused by the check, or by name before it."""
@@ -564,10 +577,11 @@ def test_models_that_mix_tokens_elsewhere(ranks: Ranks) -> None:
     model = models.seeded(Recurrent).double()
     with pytest.raises(tp.PlanError, match=r"module-kind\] rnn: GRU"):
         tp.apply_plan(model, mesh, tp.ContextParallel())
-    model = models.seeded(Torchs).double()
-    tp.apply_plan(model, mesh, tp.ContextParallel())
-    with pytest.raises(tp.PlanError, match=r"nn\.MultiheadAttention"):
-        model(tokens())
+    for attends, name in ((Torchs, r"nn\.MultiheadAttention"), (VariableLengths, "varlen_attn")):
+        model = models.seeded(attends).double()
+        tp.apply_plan(model, mesh, tp.ContextParallel())
+        with pytest.raises(tp.PlanError, match=name):
+            model(tokens())
 
 
 @pytest.mark.extra("transformers")
@@ -607,6 +621,7 @@ def test_refusals(ranks: Ranks) -> None:
         ({"output_attentions": True}, r"output_attentions"),
         ({"logits_to_keep": 1}, r"logits_to_keep"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 16])}, r"position_ids that start"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 16]), **packed()}, r"position_ids that start"),
         ({"use_cache": True, **packed()}, r"documents beside a cache"),
         ({"attention_mask": torch.ones(2, 9)}, r"attention_mask: 9 tokens of 16"),
         ({"memory": torch.zeros(2, 16, 4)}, r"inputs=\{'memory': dim\}"),

@@ -233,6 +233,9 @@ FULL_READS: dict[str, Callable[[Any], Any]] = {
     "all": lambda w: (w == w) & w.all(),
     "sorted": lambda w: w.sort(dim=0)[0],
     "quantile": lambda w: w.quantile(0.5),
+    "squares of a penalty": lambda w: w.square().sum(),
+    "products of a penalty": lambda w: (w * w).mean(),
+    "powers of a penalty": lambda w: ((w - 1).abs() ** 1.5).norm(),
 }
 ROW_READS: dict[str, Callable[[Any], Any]] = {
     "norm of rows": lambda w: w.norm(dim=1),
@@ -263,12 +266,16 @@ def test_reads_of_a_full_weight_are_refused_on_sections_and_right_through_full_t
     for name, read in ROW_READS.items():
         wanted = split.take(read(full), ranks.rank, 2)
         torch.testing.assert_close(read(shard), wanted, msg=name)
-        assert type(read(shard)) is torch.Tensor
+        if name == "a function of each element":
+            with pytest.raises(tp.PlanError, match="local-shard-as-full"):
+                read(shard).sum()
+        else:
+            assert type(read(shard)) is torch.Tensor, name
     for weight in (shard.full_tensor(), full):  # type: ignore[attr-defined]
         (weight.norm() + torch.linalg.svdvals(weight)[0] + (weight.T @ weight - 1).square().sum()).backward()
     assert shard.grad is not None and full.grad is not None
     torch.testing.assert_close(shard.grad, split.take(full.grad, ranks.rank, 2))
-    assert len(FULL_READS) == 19 and len(ROW_READS) == 8
+    assert len(FULL_READS) == 22 and len(ROW_READS) == 8
 
 
 @pytest.mark.ranks(2)

@@ -6,7 +6,7 @@ import io
 import sys
 
 import pytest
-from shared.progress import phases
+from shared.progress import each_shown, phases
 
 
 class Terminal(io.StringIO):
@@ -58,3 +58,13 @@ def test_the_line_is_cleared_when_the_work_raises(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="broken"):
         load()
     assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_items_are_yielded_in_order_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SHARDWORKS_PROGRESS", "1")
+    assert list(each_shown("search", [3, 1, 2], 3, lambda item: f"mesh {item}")) == [3, 1, 2]
+    lines = [line.split(",")[0] for line in stream.getvalue().splitlines()]
+    assert lines == ["search [........] 1/3 mesh 3", "search [##......] 2/3 mesh 1", "search [#####...] 3/3 mesh 2"]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._shared.progress import phases
 from dp_partition.capture.inputs import CallArguments
 from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
@@ -41,23 +42,27 @@ def build_program(
     settings: Settings,
     device: str | None = None,
 ) -> Program:
-    """Trace a step and partition it for this rank."""
-    capture = capture_single_device(function, call, step_state, plan, settings, device)
-    storage, plans = plan_nodes(capture, plan, settings)
-    output = next(node for node in plans if node.op == "output")
-    values: Any = output.args[0]
-    returned = [plans[output].inputs.get(value) if isinstance(value, fx.Node) else None for value in values]
-    rank = shard_rank(mesh)
-    for node, planned in plans.items():
-        meta_of(node)["node_type"] = planned.node_type
-    placements = [storage.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
-    fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
-    graph = capture.module.graph
-    # The graph names groups: that of the shards, and that of this rank's counterparts in all replicas.
-    groups = shard_group(mesh).group_name, "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)
-    mover = Mover(graph, plan.world, rank, groups[0], groups[1], num_replicas(mesh))
-    partition_for_rank(capture.module, plans, mover, settings.comm)
-    return Program(capture, capture.inputs, returned, mesh, fakes)
+    """Trace a step and partition it for this rank; a terminal shows the phase of these seconds."""
+    with phases("dp_partition.compile", 3) as show:
+        show("trace of the step on fake tensors")
+        capture = capture_single_device(function, call, step_state, plan, settings, device)
+        show("placements of each value")
+        storage, plans = plan_nodes(capture, plan, settings)
+        output = next(node for node in plans if node.op == "output")
+        values: Any = output.args[0]
+        returned = [plans[output].inputs.get(value) if isinstance(value, fx.Node) else None for value in values]
+        rank = shard_rank(mesh)
+        for node, planned in plans.items():
+            meta_of(node)["node_type"] = planned.node_type
+        placements = [storage.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
+        fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
+        graph = capture.module.graph
+        # The graph names groups: that of the shards, and that of this rank's counterparts in all replicas.
+        groups = shard_group(mesh).group_name, "" if mesh.ndim == 1 else str(mesh.get_group(0).group_name)
+        mover = Mover(graph, plan.world, rank, groups[0], groups[1], num_replicas(mesh))
+        show("collectives, buckets and schedule")
+        partition_for_rank(capture.module, plans, mover, settings.comm)
+        return Program(capture, capture.inputs, returned, mesh, fakes)
 
 
 # ---- one device -----------------------------------------------------------------------------------------------------

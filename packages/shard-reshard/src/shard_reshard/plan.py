@@ -407,9 +407,8 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
             for src in plan.src.cross(start, stop) if rank in receivers else ():
                 low, high, there, addends, tensors = src
                 owners, sizes = addends[0], tuple(map(sub, high, low))
-                chosen = owners if len(owners) == 1 else senders(owners, rank, sizes, itemsize)
-                if direct and len(chosen) == 1:
-                    sender, here = chosen[0], tuple(map(add, low, shift))
+                if direct and (rank in owners or num_shares(owners, sizes, itemsize) < 2):
+                    sender, here = rank if rank in owners else turn(owners, rank), tuple(map(add, low, shift))
                     number = 0 if tensors is None else tensors[sender]
                     arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
                     continue
@@ -429,10 +428,10 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
                 if direct and holding.issuperset(receivers):
                     continue
                 sizes = tuple(map(sub, high, low))
-                if direct and (count == 1 or len(senders(owners, -1, sizes, itemsize)) == 1):
+                if direct and num_shares(owners, sizes, itemsize) < 2:
                     here = tuple(map(add, low, shift))
                     for to in receivers:
-                        if to not in holding and (count == 1 or senders(owners, to) == (rank,)):
+                        if to not in holding and (count == 1 or turn(owners, to) == rank):
                             number = 0 if tensors is None else tensors[to]
                             leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, to, tensor, here, number, there)))
                     continue
@@ -495,13 +494,23 @@ def moves(
     if me in receivers and me in holding:
         yield Move(0, 0, me, me, (0,) * len(sizes), sizes)
     relayed: set[int] = set()
-    for group in _relay_groups(owners, receivers, relay, hosts):
+    for group in _relay_groups(owners, receivers, relay, hosts) if relay else ():
         yield from _relayed(owners, group, sizes, me)
         relayed.update(group)
     # A sender looks at every receiver, a receiver at itself.
     for rank in receivers if me in holding else (me,) if me in receivers else ():
         if rank not in holding and rank not in relayed:
-            yield from (m for m in fetch_moves(owners, rank, sizes, itemsize, hosts) if me in (m.src_rank, rank))
+            yield from fetch_moves(owners, rank, sizes, itemsize, me, hosts)
+
+
+def turn(owners: Sequence[int], rank: int) -> int:
+    """Return the first of `senders` to a rank that has nothing itself: ranks take turns."""
+    return owners[rank % len(owners)]
+
+
+def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
+    """Return how many owners send a share of a box; below 2 one sends all of it."""
+    return 1 if len(owners) == 1 else min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
 
 
 def senders(
@@ -515,17 +524,16 @@ def senders(
     if rank in owners:
         return (rank,)
     near = owners if hosts is None else [owner for owner in owners if hosts[owner] == hosts[rank]] or owners
-    count = min(len(near), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
-    if count < 2:
-        return (near[rank % len(near)],)
-    return [near[(rank + number) % len(near)] for number in range(count)]
+    at, count = rank % len(near), max(1, num_shares(near, sizes, itemsize))
+    return (*near[at : at + count], *near[: max(0, at + count - len(near))])
 
 
-def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int, hosts: Hosts = None) -> Iterator[Move]:
-    """Yield a box's moves to ``rank``, from one owner or in shares from several."""
+def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int, me: int, hosts: Hosts) -> Iterator[Move]:
+    """Yield a box's moves to ``rank``, from one owner or in shares from several: those of rank ``me``."""
     chosen = senders(owners, rank, sizes, itemsize, hosts)
     for sender, (offset, part) in zip(chosen, split_box(sizes, len(chosen)), strict=False):
-        yield Move(0, 0, sender, rank, offset, part)
+        if me in (sender, rank):
+            yield Move(0, 0, sender, rank, offset, part)
 
 
 def _relay_groups(owners: Sequence[int], receivers: Sequence[int], relay: bool, hosts: Hosts) -> Iterator[list[int]]:

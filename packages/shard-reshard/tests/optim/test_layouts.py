@@ -161,3 +161,34 @@ def test_writes_between_steps_count(ranks: Ranks) -> None:
         one.step()
         assert twin.compared() > 0
         assert log.count("all_to_all") == (3 if step in (0, 2, 4, 5) else 2)
+
+
+@pytest.mark.ranks(1)
+def test_every_write_through_data_counts(ranks: Ranks) -> None:
+    # Signs of float64 are the highest bit of a word: an even number of them vanishes in a sum modulo 2**64.
+    def rows(data: torch.Tensor) -> torch.Tensor:
+        return data[[1, 0, *range(2, len(data))]]
+
+    def columns(data: torch.Tensor) -> torch.Tensor:
+        return torch.cat([data[:, :1], -data[:, 1::2], data[:, 2::2]], 1)[:, : data.shape[1]]
+
+    def element(data: torch.Tensor) -> torch.Tensor:
+        data = data.clone()
+        data[-1, -1] += 1
+        return data
+
+    writes: list[Any] = [torch.neg, rows, columns, element, lambda data: data.flip(1), lambda data: data.roll(1, 0)]
+    seen = 0
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for shape in ((3, 5), (64, 128), (300, 1000)):  # the last one is several blocks
+            parameter = nn.Parameter(torch.randn(shape).to(dtype))
+            optimizer = WholeMatrices({"w": parameter}, lambda ps: torch.optim.SGD(ps, lr=0.0))
+            for write in writes:
+                parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()  # with a rate of zero, new values are those of the master
+                written = write(parameter.data)
+                parameter.data.copy_(written)
+                optimizer.step()
+                assert torch.equal(parameter, written), (dtype, shape, write)
+                seen += 1
+    assert seen == 54

@@ -9,6 +9,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import Step, activations_of, simulate
 from shard_spec.estimate.communication import communication_of
 from shard_spec.estimate.memory import memory_of
+from shard_spec.estimate.optimizers import choose_optimizer
 from shard_spec.formatting import human_ranks
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
@@ -96,7 +97,7 @@ class ShardingPlan(PlanContent):
         }
         meshes = {layout.mesh for layout in stored.values()}
         mesh = self.mesh or (next(iter(meshes)) if len(meshes) == 1 else None)
-        values = {name: str(layout) if layout.mesh == mesh else layout for name, layout in stored.items()}
+        values: dict[str, Any] = dict(stored)
         aliases = {alias for tensor in tensors if tensor.name in parameters for alias in tensor.aliases} - parameters
         others = {alias for tensor in resolution.metadata.tensors for alias in tensor.aliases} - aliases - parameters
         globs = glob_rules({name: values.pop(name) for name in stored if name in parameters}, aliases, others)
@@ -155,7 +156,7 @@ class ShardingPlan(PlanContent):
         Args:
             module: The model, or its metadata.
             batch: As in :meth:`activations`. None: the state alone is counted.
-            optimizer: A name (``"sgd"``, ``"adamw"``, ``"mixed-adamw"``, ``"adafactor"``, ``"adamw8bit"``, ...; see
+            optimizer: A name (``"sgd"``, ``"adamw"``, ``"mixed-adamw"``, ``"adamw8bit"``, ``"whole-muon"``, ...; see
                 :mod:`shard_spec.estimate.optimizers`), a class, a ``functools.partial`` or an instance of an optimizer,
                 an ``OptimizerState``, None, or a mapping from patterns of parameters to these, of which the first match
                 decides: ``{"**.{up,down}.weight": "muon", "**": "adamw"}``.
@@ -166,13 +167,10 @@ class ShardingPlan(PlanContent):
             PlanError: If the plan does not match the model, or a name is not known.
         """
         resolution = resolve(self, module)
-        own = None if isinstance(module, ModelMetadata) else module
-        static = memory_of(resolution, optimizer=optimizer, grads=grads, dtype=step.get("dtype"), module=own)
-        return (
-            static
-            if batch is None
-            else _beside(static, _simulated(resolution, module, batch, step), module, grads, step)
-        )
+        static = memory_of(resolution, step, optimizer=optimizer, grads=grads, module=module)
+        if batch is None:
+            return static
+        return _beside(static, _simulated(resolution, module, batch, step), module, grads, step)
 
     def cost(
         self,
@@ -198,10 +196,10 @@ class ShardingPlan(PlanContent):
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
         resolution = resolve(self, module)
-        own = None if isinstance(module, ModelMetadata) else module
-        static = memory_of(resolution, optimizer=optimizer, dtype=step.get("dtype"), module=own)
+        static = memory_of(resolution, step, optimizer=optimizer, module=module)
         run = _simulated(resolution, module, batch, step)
-        moved = communication_of(resolution, run, step, topology=topology, cost_model=cost_model)
+        choice = choose_optimizer(optimizer, resolution.metadata, module)
+        moved = communication_of(resolution, run, step, choice, topology=topology, cost_model=cost_model)
         return _beside(static, run, module, True, step), moved
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
@@ -224,6 +222,7 @@ class ShardingPlan(PlanContent):
         module: nn.Module | ModelMetadata,
         batch: Batch | None = None,
         *,
+        optimizer: OptimizerLike = None,
         topology: Topology | None = None,
         cost_model: AlphaBetaCostModel | None = None,
         **step: Unpack[StepOptions],
@@ -235,6 +234,7 @@ class ShardingPlan(PlanContent):
         Args:
             module: The model, or its metadata.
             batch: As in :meth:`activations`. None: do not count activations.
+            optimizer: As in :meth:`memory`; one on full matrices (``"whole-muon"``) exchanges gradients and values.
             topology: Machine for the time of collectives.
             cost_model: Times of collectives; default is the alpha-beta model.
             step: How the step runs; see :class:`StepOptions`.
@@ -244,7 +244,8 @@ class ShardingPlan(PlanContent):
         """
         resolution = resolve(self, module)
         run = None if batch is None else _simulated(resolution, module, batch, step)
-        return communication_of(resolution, run, step, topology=topology, cost_model=cost_model)
+        choice = choose_optimizer(optimizer, resolution.metadata, module)
+        return communication_of(resolution, run, step, choice, topology=topology, cost_model=cost_model)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
         """Explain this plan in words. With ``name`` one tensor; with ``module`` also reasons and local shapes."""
@@ -289,8 +290,7 @@ class ShardingPlan(PlanContent):
         """Build a plan with one exact rule for each name, e.g. ``ShardingPlan.from_layouts(plan.resolve(model))``."""
         meshes = {layout.mesh for layout in layouts.values()}
         mesh = next(iter(meshes)) if len(meshes) == 1 else None
-        values = {name: str(layout) if mesh is not None else layout for name, layout in layouts.items()}
-        return cls(values, mesh=mesh, strict=strict, axis_roles=axis_roles)
+        return cls(layouts, mesh=mesh, strict=strict, axis_roles=axis_roles)
 
     @classmethod
     def from_module(cls, module: nn.Module, mesh: MeshSpec | Mapping[str, int] | str | None = None) -> ShardingPlan:

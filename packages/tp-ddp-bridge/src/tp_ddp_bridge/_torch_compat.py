@@ -29,6 +29,7 @@ without_overrides = torch._C.DisableTorchFunctionSubclass
 Function = _SingleLevelFunction
 """``torch.autograd.Function`` without its Python ``apply``, which looks for functorch's transforms first (1 us)."""
 WEIGHT_NORMS = (_WeightNorm, WeightNorm)  # a parametrization, and the hook of the deprecated function
+UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # the search for infinities of torch.amp.GradScaler
 
 
 def make_spec(

@@ -12,7 +12,7 @@ Vocabulary of this package:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from tp_ddp_bridge._shared.full_reads import FULL_READS, full_read, named
 from tp_ddp_bridge._shared.norms import BRIDGED
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge._shared.sharding_info import ShardingInfo, sharding_info_of
-from tp_ddp_bridge._torch_compat import local_of, make_spec, without_overrides, wrap
+from tp_ddp_bridge._torch_compat import UNSCALE, local_of, make_spec, without_overrides, wrap
 
 
 class Layout(ShardingInfo):
@@ -185,7 +185,7 @@ class Refusing:
 
 
 class ShardValue(Refusing, torch.Tensor):
-    """A sharded buffer, or what was computed from a sharded leaf outside of the module."""
+    """A sharded buffer, a leaf's gradient, or what was computed from a sharded leaf outside of the module."""
 
     _shard_dims: tuple[int, ...] | None = None  # None: sharded along dims that nothing records, as after view(-1)
 
@@ -193,13 +193,22 @@ class ShardValue(Refusing, torch.Tensor):
         """Save as a plain tensor: loading it needs no bridge."""
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = self.as_subclass(torch.Tensor).__deepcopy__(memo)
+        return copied
+
+    def detach(self) -> torch.Tensor:
+        """Return the plain shard, past the slow way through `__torch_function__`: clipping reads all gradients so."""
+        with without_overrides():
+            return super().detach()
+
 
 class ShardedLeaf(Refusing, nn.Parameter):
     """Leaf that holds one rank's shard.
 
-    Within a step of an optimizer it is an ordinary parameter (`as_plain`): torch takes multi-tensor and
-    fused kernels for no other class. Reading an attribute of a class with `__torch_function__` takes 1.5 us in place
-    of 0.1, so `grad`, which `zero_grad` and clipping read, does it in 0.4.
+    Within a step of an optimizer it is an ordinary parameter (`as_plain`), and its gradient an ordinary tensor: torch
+    takes multi-tensor and fused kernels for no other class. Reading an attribute of a class with `__torch_function__`
+    takes 1.5 us in place of 0.1, so `grad`, which `zero_grad` and clipping read, has a property of its own.
     """
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]  # on purpose
@@ -208,21 +217,38 @@ class ShardedLeaf(Refusing, nn.Parameter):
 
     def _get_grad(self) -> torch.Tensor | None:
         with without_overrides():
-            grad: torch.Tensor | None = _GRAD.__get__(self)
-        return grad
+            grad: Any = _GRAD.__get__(self)
+            # The gradient stays the same object, as `p.grad is p.grad` and `p.grad.data = x` rely on it.
+            if type(grad) is torch.Tensor and grad.layout is torch.strided and not torch.compiler.is_compiling():
+                grad.__class__ = ShardValue
+                grad.__dict__[BRIDGED] = bridge_tag(self)
+        return grad  # type: ignore[no-any-return]  # a tensor, or None
 
     def _set_grad(self, value: torch.Tensor | None) -> None:
         with without_overrides():
-            _GRAD.__set__(self, value.as_subclass(torch.Tensor) if type(value) is ShardValue else value)
+            _GRAD.__set__(self, value)
 
     grad = property(_get_grad, _set_grad)
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """Register a hook on the gradient as torch does; what it reads of the gradient is refused as of the leaf."""
+        layout = bridge_tag(self)
+
+        def hook_of_shard(grad: torch.Tensor) -> Any:
+            shard: Any = grad.as_subclass(ShardValue)
+            shard._bridge = layout
+            return hook(shard)
+
+        with without_overrides():
+            return super().register_hook(hook_of_shard)  # type: ignore[no-untyped-call]  # torch's
 
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _PLACES = (torch, torch.Tensor, functional)
 _PLAIN = {_DATA.__get__, _GRAD.__get__, torch.autograd.grad}.union(
-    named("detach module_load zeros_like ones_like full_like empty_like rand_like randn_like randint_like", *_PLACES),
+    named("detach as_subclass module_load zeros_like ones_like full_like empty_like", *_PLACES),
+    named("rand_like randn_like randint_like", torch),
     named("new_empty new_zeros new_ones new_full new_tensor new_empty_strided", *_PLACES),
 )
 """Functions whose caller asked for the plain shard, or for a tensor of its shape with other values."""
@@ -232,6 +258,12 @@ _PRODUCTS = named(
     *_PLACES,
 )
 """Functions of a weight and a batch: what a user computes with a shard by hand is the user's."""
+_NUMBERS = named("item is_nonzero __float__ __int__ __index__ __bool__ __complex__", torch, torch.Tensor)
+_READS_OF_ELEMENTS = named("tolist numpy __array__ __format__ backward", torch.Tensor)
+"""Functions that take `leaf[0, 0]` out of torch: another element on each rank."""
+_ELEMENT = (
+    "module.weight.full_tensor()[i, j] is the element of the full parameter; parameter.detach()[i, j] that of the shard"
+)
 _INITIALISE = "initialise before the module is sharded, or by load_state_dict() of full tensors"
 
 
@@ -240,26 +272,36 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or isinstance(func, torch._ops.OpOverload):  # traced, or a traced graph's own
             return func(*args, **kwargs)
         operands = (each if isinstance(each, list | tuple) else [each] for each in (*args, *kwargs.values()))
-        shards = [each for several in operands for each in several if isinstance(each, Refusing)]
+        tensors = [each for several in operands for each in several if isinstance(each, torch.Tensor)]
+        shards = [each for each in tensors if isinstance(each, Refusing)]
+        if func is UNSCALE:  # each rank would skip a step by its own shards
+            _raise_full_read("the search of torch.amp.GradScaler for infinities", "use tp_ddp_bridge.GradScaler")
         # A write by index goes to the shard, as `leaf[3:].zero_()` does.
         for shard in shards if func in FULL_READS and func is not torch.Tensor.__setitem__ else ():
             _refuse_full_read(func, args, kwargs, shard)
+        for shard in shards if func in _NUMBERS or func in _READS_OF_ELEMENTS else ():
+            # `bool(isnan(leaf).any())` is a question about this rank's memory; debuggers ask it of each rank.
+            if (shard.dim() or shard.dtype != torch.bool) and (func in _NUMBERS or shard.numel() == 1):
+                _raise_full_read(func.__name__, _ELEMENT)
         result = func(*args, **kwargs)
         if func in _PLAIN:
             return result
+        is_product = func in _PRODUCTS and len(shards) < len(tensors)  # with a batch
         if isinstance(result, list | tuple):  # chunks of a shard; values and indices
-            return type(result)([_as_shard_value(each, func, shards) for each in result])
-        return _as_shard_value(result, func, shards)
+            return type(result)([_as_shard_value(each, func, shards, is_product) for each in result])
+        return _as_shard_value(result, func, shards, is_product)
 
 
-def _as_shard_value(result: Any, func: Any, shards: list[Any]) -> Any:
+def _as_shard_value(result: Any, func: Any, shards: list[Any], is_product: bool) -> Any:
     if type(result) is not torch.Tensor:  # also the written one itself, of an in-place function
         return result
     memory = result.untyped_storage().data_ptr()
     is_view = memory != 0 and any(memory == shard.untyped_storage().data_ptr() for shard in shards)
-    if not (result.dim() or is_view or result.dtype == torch.bool) and any(shard.dim() for shard in shards):
-        _raise_full_read(func.__name__)  # one number of all elements, as `functional.mse_loss(leaf, target)`
-    if func in _PRODUCTS:
+    # A number of all elements, as `functional.mse_loss(leaf, target)`, or of one: `leaf[0, 0] * 2`, `leaf[0, 0] > 0`.
+    is_number = not result.dim() and not is_view
+    if is_number and (result.dtype != torch.bool or any(_is_element(shard) for shard in shards)):
+        _raise_full_read(func.__name__, _ELEMENT if any(map(_is_element, shards)) else "")
+    if is_product:
         return result
     value, dims = result.as_subclass(ShardValue), {_shard_dims(shard) for shard in shards}
     # A square shard's transpose has its shape too, and other strides.
@@ -267,6 +309,10 @@ def _as_shard_value(result: Any, func: Any, shards: list[Any]) -> Any:
     is_alike = len(dims) == 1 and all(result.shape == shard.shape for shard in shards)
     value._shard_dims = dims.pop() if is_alike and not is_turned else None
     return value
+
+
+def _is_element(shard: Any) -> bool:
+    return not shard.dim() and shard.dtype != torch.bool
 
 
 def _shard_dims(shard: Any) -> tuple[int, ...] | None:
@@ -281,7 +327,6 @@ def _refuse_full_read(func: Any, args: Any, kwargs: Any, shard: Any) -> None:
     dims, ndim = _shard_dims(shard), shard.dim()
     names = (full_read(func, args, kwargs, dim, ndim) for dim in (range(ndim) if dims is None else dims))
     name = next(filter(None, names), "")
-    # `isnan(leaf).any()` is a question about this rank's memory; debuggers ask it of each rank.
     if not name or (name in ("any", "all") and shard.dtype == torch.bool):
         return
     _raise_full_read(name)
@@ -290,7 +335,8 @@ def _refuse_full_read(func: Any, args: Any, kwargs: Any, shard: Any) -> None:
 def _raise_full_read(name: str, hint: str = "") -> NoReturn:
     read = (
         f"{name} of module.weight, or of module.state_dict(keep_vars=True)['weight'], is of the full parameter: a "
-        f"DTensor with its gradient; parameter.detach() is the shard alone"
+        f"DTensor with its gradient; of gradients tp_ddp_bridge.clip_grad_norm_ and grad_norm are the full norm; "
+        f"parameter.detach() and parameter.grad.detach() are the shard alone"
     )
     # A draw into the DTensor `module.weight` is no way on: on CPU meshes torch draws equal numbers for all shards.
     hint = hint or (_INITIALISE if name.endswith("_") else read)
@@ -299,10 +345,13 @@ def _raise_full_read(name: str, hint: str = "") -> NoReturn:
 
 
 def as_plain(tensors: Iterable[Any]) -> list[Any]:
-    """Give sharded leaves among ``tensors`` the class of an ordinary parameter or tensor; return these leaves."""
-    leaves = [each for each in tensors if isinstance(each, Refusing)]
+    """Give sharded leaves among ``tensors`` and their gradients torch's classes; return these leaves."""
+    leaves: list[Any] = [each for each in tensors if isinstance(each, Refusing)]
     for leaf in leaves:
-        leaf.__class__ = nn.Parameter if type(leaf) is ShardedLeaf else torch.Tensor  # type: ignore[assignment]
+        leaf.__class__ = nn.Parameter if type(leaf) is ShardedLeaf else torch.Tensor
+        grad: Any = leaf.grad
+        if type(grad) is ShardValue:
+            grad.__class__ = torch.Tensor  # type: ignore[assignment]
     return leaves
 
 

@@ -14,7 +14,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
-from tp_ddp_bridge import PlanError, dp_bridge, is_bridged, pre_dp_module_transform, undo_dp_transform
+from tp_ddp_bridge import PlanError, dp_bridge, grad_norm, is_bridged, pre_dp_module_transform, undo_dp_transform
 from tp_ddp_bridge import _pre_dp_module_transform as seed_name
 from tp_ddp_bridge._shared.full_reads import FULL_READS
 from tp_ddp_bridge.layout import LEAF_TAGS
@@ -170,7 +170,7 @@ def test_ties_frozen_integers_and_attributes(ranks: Ranks) -> None:
     want = functional.linear(functional.linear(torch.ones(2, 8), reference.a.weight), reference.a.weight).sum()
     torch.autograd.backward(want)
     leaf = dict(model.named_parameters())["a.weight"]
-    assert leaf.grad is not None and type(leaf.grad) is torch.Tensor
+    assert leaf.grad is not None and not isinstance(leaf.grad, DTensor)
     torch.testing.assert_close(models.whole(model.a.weight.grad), reference.a.weight.grad, atol=1e-5, rtol=0)
     undo_dp_transform(model)
     assert model.a.weight is model.b.weight
@@ -304,6 +304,15 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a transform of it": lambda leaf: torch.fft.fft(leaf, dim=0),
     "covariance": torch.cov,
     "a copy": lambda leaf: leaf.clone().mean(),
+    "one element": lambda leaf: leaf[0, 0].item(),
+    "an element as a number": lambda leaf: float(leaf[2:, 3:][0, 0]),
+    "an element of a list": lambda leaf: leaf[[0], [1]].item(),
+    "an element in a sum": lambda leaf: torch.zeros(()) + leaf[0, 0],
+    "an element that is compared": lambda leaf: bool(leaf[0, 0] > 0),
+    "an element in a text": lambda leaf: f"{leaf[1, 1]:.3f}",
+    "the gradient of an element": lambda leaf: leaf[0, 0].backward(),
+    "elements one by one": lambda leaf: [each.tolist() for row in leaf for each in row],
+    "the largest by Python": lambda leaf: max(leaf[0]),
 }
 
 
@@ -312,11 +321,14 @@ def test_functions_that_take_a_leaf_for_the_full_weight_are_refused(ranks: Ranks
     # torch.norm(leaf) was the norm of 16 of 32 rows, another number on each rank.
     model = models.bridged_mlp(ranks)
     leaf = dict(model.named_parameters())["up.weight"]
-    before = leaf.detach().clone()
-    for name, read in READS.items():
-        with pytest.raises(PlanError, match="local-shard-as-full"):
-            pytest.fail(f"{name}: {read(leaf)}")
-        assert torch.equal(leaf, before), name
+    leaf.grad = torch.randn(16, 16)
+    gradient: Any = leaf.grad
+    for shard in (leaf, gradient):
+        before = shard.detach().clone()
+        for name, read in READS.items():
+            with pytest.raises(PlanError, match="local-shard-as-full"):
+                pytest.fail(f"{name}: {read(shard)}")
+            assert torch.equal(shard, before), name
 
 
 RIGHT: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -335,7 +347,7 @@ RIGHT: dict[str, Callable[[torch.Tensor], Any]] = {
     "equal": lambda leaf: torch.tensor(torch.equal(leaf, leaf.clone())),
     "moving average": lambda leaf: torch.zeros(16, 16).lerp_(leaf.detach(), 0.1).mean(),
     "a tensor of its shape": lambda leaf: torch.ones_like(leaf).norm() + leaf.new_zeros(16, 16).sum(),
-    "index": lambda leaf: leaf[0, 0].item() + torch.zeros(()),
+    "index": lambda leaf: leaf.detach()[0, 0].item() + torch.zeros(()),
 }
 
 
@@ -344,9 +356,11 @@ def test_reads_of_a_shard_as_a_shard_go_on(ranks: Ranks) -> None:
     model = models.bridged_mlp(ranks)
     leaf, replicated = (dict(model.named_parameters())[name] for name in ("up.weight", "down.bias"))
     plain = nn.Parameter(leaf.detach().clone())
+    leaf.grad, plain.grad = torch.ones(16, 16), torch.ones(16, 16)
     for name, read in RIGHT.items():
-        result = read(leaf).detach()
-        assert type(result) is torch.Tensor and torch.equal(result, read(plain).detach()), name
+        for shard, expected in ((leaf, plain), (leaf.grad, plain.grad)):
+            result = read(shard).detach()
+            assert type(result) is torch.Tensor and torch.equal(result, read(expected).detach()), name
     with torch.no_grad():  # writes by index go to the shard
         for each in (leaf, plain):
             each[0] = 1.0
@@ -360,6 +374,65 @@ def test_reads_of_a_shard_as_a_shard_go_on(ranks: Ranks) -> None:
     for kind in (copy.copy, copy.deepcopy):  # a module's copy has leaves of its own, refused as well
         with pytest.raises(PlanError, match="local-shard-as-full"):
             torch.norm(dict(kind(model).named_parameters())["up.weight"])
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_refused_as_leaves_are(ranks: Ranks) -> None:
+    # torch's clip_grad_norm_ scaled by the norm of one rank's shards, and raised at some steps alone.
+    model, reference = models.bridged_mlp(ranks), models.seeded(models.MLP)
+    leaf = dict(model.named_parameters())["up.weight"]
+    x = torch.ones(2, 16)
+    for each in (model, reference):
+        each(x).pow(2).sum().backward()
+    clips: list[Callable[[], Any]] = [
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+        lambda: nn.utils.clip_grad_norm_([leaf], 1e6, foreach=False),
+        lambda: nn.utils.get_total_norm([leaf.grad, leaf.grad]),
+        lambda: leaf.grad.norm(),
+    ]
+    before = [p.grad.detach().clone() for p in model.parameters()]
+    for clip in clips:
+        with pytest.raises(PlanError, match=r"local-shard-as-full.*tp_ddp_bridge.clip_grad_norm_"):
+            clip()
+    assert all(torch.equal(p.grad, saved) for p, saved in zip(model.parameters(), before, strict=True))
+    full = model.up.weight.grad.full_tensor()  # the way on
+    torch.testing.assert_close(full, reference.up.weight.grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grad_norm([leaf]), full.norm())
+    for each in (model, reference):
+        nn.utils.clip_grad_value_(each.parameters(), 0.01)
+    torch.testing.assert_close(model.up.weight.grad.full_tensor(), reference.up.weight.grad)
+
+    gradient = leaf.grad
+    assert gradient is leaf.grad is not None
+    gradient.data = torch.full((16, 16), 2.0)  # of the leaf's gradient, no copy of it
+    assert torch.equal(leaf.grad, torch.full((16, 16), 2.0))
+    leaf.grad = leaf.grad * 0.5 + 1
+    assert torch.equal(leaf.grad, torch.full((16, 16), 2.0)) and copy.deepcopy(leaf.grad).sum() == 512
+    model.zero_grad(set_to_none=False)
+    assert torch.count_nonzero(leaf.grad.detach()) == 0
+
+
+@pytest.mark.ranks(2)
+def test_hooks_of_leaves_see_gradients_that_are_refused(ranks: Ranks) -> None:
+    model = models.bridged_mlp(ranks)
+    leaf = dict(model.named_parameters())["up.weight"]
+    norms: list[torch.Tensor] = []
+    handle = leaf.register_hook(lambda gradient: gradient / gradient.norm())
+    with pytest.raises(PlanError, match="local-shard-as-full"):
+        model(torch.ones(2, 16)).sum().backward()
+    handle.remove()
+    handles = [
+        leaf.register_hook(lambda gradient: gradient * 2),
+        leaf.register_hook(lambda gradient: norms.append(gradient.detach().norm())),
+    ]
+    model.zero_grad()
+    model(torch.ones(2, 16)).sum().backward()
+    doubled = leaf.grad.detach().clone()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    model(torch.ones(2, 16)).sum().backward()
+    assert torch.equal(doubled, leaf.grad * 2) and torch.equal(norms[0], doubled.norm())
 
 
 @pytest.mark.ranks(2)
@@ -399,10 +472,15 @@ def test_leaves_are_ordinary_parameters_in_a_step_alone(ranks: Ranks) -> None:
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             kinds.extend(type(each) for group in self.param_groups for each in group["params"])
             for each in self.param_groups[0]["params"]:
-                each.sub_(0.1 * each / each.norm())  # the author says that shards will do
+                assert type(each.grad) is torch.Tensor
+                each.sub_(0.1 * each.grad / (each.norm() + each.grad.norm()))  # the author says that shards will do
 
     optimizer = Seeing(model.parameters(), 0.1)
     for _ in range(3):
+        model(torch.ones(2, 16)).sum().backward()
+        with pytest.raises(PlanError, match="local-shard-as-full"):
+            dict(model.named_parameters())["up.bias"].grad.mean()
+        assert all(p.grad is not None for p in model.parameters())  # read before the step
         optimizer.step()
         assert set(kinds) == {nn.Parameter} and len(kinds) == 6
         kinds.clear()

@@ -210,14 +210,17 @@ def test_zero_over_tensor_parallel_ranks_raises_at_its_first_step(ranks: Ranks) 
 
 
 @pytest.mark.ranks(4)
-def test_torchs_clip_raises_at_the_step(ranks: Ranks) -> None:
-    # It scales by the norm of one rank's shards: replicated weights of tensor-parallel ranks would drift apart.
+def test_gradients_that_are_scaled_by_one_ranks_shards_raise_at_the_step(ranks: Ranks) -> None:
+    # Replicated weights of tensor-parallel ranks would drift apart.
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
-    ways: list[Any] = [
-        (torch.nn.utils.clip_grad_norm_, 0.01, True),
-        (torch.nn.utils.clip_grad_norm_, 1e6, False),  # nothing is scaled
-        (clip_grad_norm_, 0.01, False),
-    ]
+
+    def by_hand(parameters: Any, limit: float) -> None:
+        gradients = [parameter.grad.detach() for parameter in parameters]  # what it reads so, it reads as shards
+        norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(min(1.0, limit / float(norm)))
+
+    ways: list[Any] = [(by_hand, 0.01, True), (by_hand, 1e6, False), (clip_grad_norm_, 0.01, False)]
     for clip, limit, is_refused in ways:
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             model = models.parallelize_mlp(models.seeded(models.MLP).to(dtype), mesh["tp"])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         make_output_tensor,
         make_sharded_output_tensor,
     )
-    from tp_styles.losses import sharded_cross_entropy
+    from tp_styles.losses import sharded_cross_entropy, vocab_parallel_cross_entropy
     from tp_styles.plan.model import TPPlan
     from tp_styles.plan.planned import explain, plan_styles
     from tp_styles.problems import PlanError, Problem
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tp_styles.styles.expert_parallel import ExpertParallel, RouterLogits
     from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
     from tp_styles.styles.prepare_module import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-    from tp_styles.training import full_state_dict, vocab_parallel_cross_entropy
+    from tp_styles.training import full_state_dict
 
 __all__ = [
     "ParallelStyle",
@@ -106,7 +106,7 @@ __getattr__, __dir__ = lazy_exports(
             "make_output_tensor",
             "make_sharded_output_tensor",
         ),
-        "losses": ("sharded_cross_entropy",),
+        "losses": ("sharded_cross_entropy", "vocab_parallel_cross_entropy"),
         "plan.model": ("TPPlan",),
         "plan.planned": ("explain", "plan_styles"),
         "problems": ("PlanError", "Problem"),
@@ -121,6 +121,6 @@ __getattr__, __dir__ = lazy_exports(
         "styles.context_parallel": ("ContextParallel",),
         "styles.linear": ("ColwiseParallel", "FusedColwiseParallel", "RowwiseParallel"),
         "styles.prepare_module": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
-        "training": ("full_state_dict", "vocab_parallel_cross_entropy"),
+        "training": ("full_state_dict",),
     },
 )

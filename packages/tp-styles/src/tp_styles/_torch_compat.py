@@ -5,6 +5,7 @@ Read against torch 2.13.0; they have the same names and places in 2.11.0.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +58,30 @@ def current_mesh() -> DeviceMesh | None:
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
+@functools.cache
+def _place_of_group(operator: Any) -> int | None:
+    """Return the place of the group among a collective's arguments; None for an operator that is no collective.
+
+    Sends and receives are none: two ranks make them without the others.
+    """
+    namespace, _, name = operator._schema.name.partition("::")
+    if namespace not in ("c10d", "_c10d_functional") or name.startswith(("send", "recv")):
+        return None
+    names = [argument.name for argument in operator._schema.arguments]
+    return next((place for place, name in enumerate(names) if name in ("process_group", "group_name")), None)
+
+
+def group_of(operator: Any, args: tuple[Any, ...]) -> Any:
+    """Return the process group of a collective's operator, None for any other operator."""
+    place = _place_of_group(operator)
+    if place is None or place >= len(args):
+        return None
+    group: Any = args[place]
+    if isinstance(group, str):
+        return _resolve_process_group(group)  # type: ignore[arg-type]  # a class of str in annotations alone
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """True if a tensor has no values: fake, or on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
@@ -69,6 +95,14 @@ def is_transformed() -> bool:
 def in_backward() -> bool:
     """True while autograd runs: an activation checkpoint repeats forwards there."""
     return not is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def variable_length_operators() -> list[Any]:
+    """Return the operators of `torch.nn.attention.varlen`, as a function mode sees them."""
+    import torch.nn.attention.varlen  # registers them
+
+    packet = torch.ops.torch_attn._varlen_attn
+    return [packet, packet.default]
 
 
 def active_ddp() -> Any:

@@ -258,6 +258,8 @@ def apply_staged(
                 changes += apply_torch_style(planned, modules[planned.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(planned, modules[planned.name], axis, new_parameters)
+        for module in modules.values():  # last: they leave modules alone that have a forward of their own
+            changes += changes_below(module)
         for submodule in model.modules():
             if hasattr(
                 type(submodule), "resize_token_embeddings"
@@ -288,10 +290,12 @@ def apply_staged(
 
 def _declares_shards(plan: TPPlan) -> bool:
     """True if the plan lets shards leave the model as plain tensors."""
-    for found in plan.modules:
-        shards = any(flow is not None and isinstance(flow.dst, Shard) for flow in found.spec.outputs)
+    for planned in plan.modules:
+        shards = any(flow is not None and isinstance(flow.dst, Shard) for flow in planned.spec.outputs)
         # The last two define their outputs in functions of their own.
-        if (shards or found.spec.compute in ("dtensor", "foreign")) and getattr(found.style, "declares_output", True):
+        if (shards or planned.spec.compute in ("dtensor", "foreign")) and getattr(
+            planned.style, "declares_output", True
+        ):
             return True
     return False
 
@@ -379,9 +383,9 @@ def _new_parameters(
     return created
 
 
-def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+def parameters_of(planned: PlannedModule, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
     """Yield name below the module, parameter and spec of a style's parameters."""
-    for name, spec in found.spec.parameters:
+    for name, spec in planned.spec.parameters:
         path, _, attribute = name.rpartition(".")
         original = module.get_submodule(path)._parameters[attribute]
         assert original is not None, name
@@ -389,23 +393,23 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
 
 
 def _apply_own(
-    found: PlannedModule, module: nn.Module, axis: TPGroup, made: dict[int, nn.Parameter]
+    planned: PlannedModule, module: nn.Module, axis: TPGroup, shards: dict[int, nn.Parameter]
 ) -> list[ModuleChange]:
     changes: dict[str, ModuleChange] = {"": ModuleChange(module)}
-    for name, original, spec in parameters_of(found, module):
+    for name, original, spec in parameters_of(planned, module):
         path, _, attribute = name.rpartition(".")
         change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
         change.parameters[attribute] = original  # for undo
         change.splits[attribute] = spec.split
-        change.module._parameters[attribute] = made[id(original)]
-    for name, value in found.spec.attributes:
+        change.module._parameters[attribute] = shards[id(original)]
+    for name, value in planned.spec.attributes:
         path, _, attribute = name.rpartition(".")
         change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
         before = change.attributes[attribute] = getattr(change.module, attribute)  # for undo
         if isinstance(value, Split):
             value = value.local_size(axis.rank, axis.size)
         setattr(change.module, attribute, before // axis.size if isinstance(value, PerRank) else value)
-    for name, dim in found.spec.buffers:
+    for name, dim in planned.spec.buffers:
         path, _, attribute = name.rpartition(".")
         change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
         buffer = change.module._buffers[attribute]
@@ -416,8 +420,8 @@ def _apply_own(
     for change in changes.values():
         if change.parameters:
             _keep(change)
-    changes[""].removers += install_module(found, module, axis)
-    return [*changes.values(), *changes_below(module)]
+    changes[""].removers += install_module(planned, module, axis)
+    return [*changes.values()]
 
 
 def _keep(change: ModuleChange) -> None:

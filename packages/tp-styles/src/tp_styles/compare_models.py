@@ -173,7 +173,7 @@ def _run_both(
 
 
 def _columns(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [one for one, _ in pairs], [other for _, other in pairs]
+    return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -191,8 +191,8 @@ def _rows_of_batch(batch: Any, data: TPGroup | None) -> Any:
             return batch
         if batch.shape[0] % data.size:
             hint = "every rank of data_mesh takes equally many rows: their gradients are averaged with equal weights"
-            found = f"{batch.shape[0]} rows over {data.size} ranks"
-            raise PlanError(Problem("does-not-divide", "batch", dim=0, found=found, hint=hint))
+            reason = f"{batch.shape[0]} rows over {data.size} ranks"
+            raise PlanError(Problem("does-not-divide", "batch", dim=0, found=reason, hint=hint))
         return batch.chunk(data.size)[data.rank]
     if isinstance(batch, Mapping):
         return {key: _rows_of_batch(value, data) for key, value in batch.items()}
@@ -251,8 +251,8 @@ class _Names:
                     findings.unchecked[name] = "no counterpart by key_map"
                 elif missing := [key for key in keys if key not in self.full]:
                     hint = "key_map= gives its name in the original; None leaves it out of the comparison"
-                    found = f"no {', '.join(missing)} in the original"
-                    problems.append(Problem("unknown-name", name, found=found, hint=hint))
+                    reason = f"no {', '.join(missing)} in the original"
+                    problems.append(Problem("unknown-name", name, found=reason, hint=hint))
                 else:
                     used |= {id(self.full[key]) for key in keys}
                     self.parameters.setdefault(tied[0], (parameter, tuple(self.full[key] for key in keys)))
@@ -285,18 +285,18 @@ def _mapped(name: str, key_map: KeyMap | None) -> tuple[str, ...] | None:
     if key_map is None:
         return (name,)
     if not isinstance(key_map, Mapping):
-        found = key_map(name)
+        target = key_map(name)
     elif name in key_map:
-        found = key_map[name]
+        target = key_map[name]
     else:
-        found = name
-        for pattern, target in key_map.items():
+        target = name
+        for pattern, replacement in key_map.items():
             match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name) if "*" in pattern else None
             if match is not None:
-                parts = [target] if isinstance(target, str) else target
-                found = None if parts is None else tuple(_filled(one, match.groups()) for one in parts)
+                parts = [replacement] if isinstance(replacement, str) else replacement
+                target = None if parts is None else tuple(_filled(part, match.groups()) for part in parts)
                 break
-    return (found,) if isinstance(found, str) else found
+    return (target,) if isinstance(target, str) else target
 
 
 def _filled(target: str, parts: tuple[str, ...]) -> str:
@@ -347,29 +347,29 @@ def _compare_outputs(output: Any, wanted: Any, data: TPGroup | None, findings: F
         findings.differ("output", "-> structure", detail=f"{len(ours)} tensors, {len(its)} originally")
         return []
     pairs = []
-    for (place, one), (_, other) in zip(ours, its, strict=True):
+    for (place, own), (_, other) in zip(ours, its, strict=True):
         name = f"-> {place.path or 'output'}"
-        start = _first_row(one, other, data)
-        reference = other if start is None else other[start : start + one.shape[0]]
-        found = _full(one, tuple(reference.shape), data)
-        if found is None:
-            detail = f"shape {tuple(one.shape)} of {tuple(reference.shape)}, a layout that does not show"
+        start = _first_row(own, other, data)
+        reference = other if start is None else other[start : start + own.shape[0]]
+        placed = _full(own, tuple(reference.shape), data)
+        if placed is None:
+            detail = f"shape {tuple(own.shape)} of {tuple(reference.shape)}, a layout that does not show"
             findings.differ("output", name, detail=detail)
             continue
-        full, layout = found
-        if data is not None and start is None and other.dim() == 0 and one.is_floating_point():
+        full, layout = placed
+        if data is not None and start is None and other.dim() == 0 and own.is_floating_point():
             full = data.all_reduce(full.detach().reshape(1)).reshape(()) / data.size  # a mean over this rank's rows
         _compare_values("output", name, full.detach(), reference.detach(), findings, limit)
-        if one.requires_grad and other.requires_grad and not place.is_state:
-            pairs.append(_Pair(one, other, start, layout))
+        if own.requires_grad and other.requires_grad and not place.is_state:
+            pairs.append(_Pair(own, other, start, layout))
     return pairs
 
 
-def _first_row(one: torch.Tensor, other: torch.Tensor, data: TPGroup | None) -> int | None:
+def _first_row(own: torch.Tensor, other: torch.Tensor, data: TPGroup | None) -> int | None:
     """Return the first of this rank's rows, if the output has only these."""
-    if data is None or one.dim() == 0 or one.dim() != other.dim() or one.shape[0] * data.size != other.shape[0]:
+    if data is None or own.dim() == 0 or own.dim() != other.dim() or own.shape[0] * data.size != other.shape[0]:
         return None
-    return int(one.shape[0]) * data.rank
+    return int(own.shape[0]) * data.rank
 
 
 def _full(
@@ -427,9 +427,9 @@ def _ratio(ours: torch.Tensor, wanted: torch.Tensor) -> str:
     """Return a text if one value is a multiple of the other: the usual trace of a wrong divisor or a lost sum."""
     if ours.shape != wanted.shape or not largest(wanted) or not largest(ours):
         return "" if largest(ours) else "it is zero"
-    one, other = as_double(ours).flatten(), as_double(wanted).flatten().to(ours.device)
-    factor = float(one @ other / (other @ other))
-    if factor and float((one - factor * other).norm()) <= 1e-4 * float(one.norm()):
+    mine, other = as_double(ours).flatten(), as_double(wanted).flatten().to(ours.device)
+    factor = float(mine @ other / (other @ other))
+    if factor and float((mine - factor * other).norm()) <= 1e-4 * float(mine.norm()):
         return f"it is {factor:.4g} times the original's"
     return ""
 
@@ -461,12 +461,12 @@ def _compare_gradients(names: _Names, findings: Findings, limit: float) -> float
         if not all(everyone) and gradient is None:
             gradient = torch.zeros_like(parameter)
         assert gradient is not None
-        found = _full(gradient, tuple(wanted.shape), None, like=parameter)
-        if found is None:
+        placed = _full(gradient, tuple(wanted.shape), None, like=parameter)
+        if placed is None:
             detail = f"shape {tuple(gradient.shape)} of {tuple(wanted.shape)}: key_map= names what it consists of"
             findings.differ("gradient", name, detail=detail)
             continue
-        pairs.append((name, found[0], wanted))
+        pairs.append((name, placed[0], wanted))
     # True zeros (the bias of keys before a softmax) are rounding in both models: the floor is of all gradients.
     floor = 1e-2 * max((largest(wanted) for _, _, wanted in pairs), default=0.0)
     for name, ours, wanted in pairs:
@@ -483,11 +483,11 @@ def _compare_gradients(names: _Names, findings: Findings, limit: float) -> float
 
 def _compare_buffers(names: _Names, findings: Findings, limit: float) -> None:
     for name, (buffer, wanted) in names.buffers.items():
-        found = _full(buffer, tuple(wanted.shape), None)
-        if found is None:
+        placed = _full(buffer, tuple(wanted.shape), None)
+        if placed is None:
             findings.unchecked[name] = "a buffer in another layout"
         else:
-            _compare_values("buffer", name, found[0], wanted.detach(), findings, limit)
+            _compare_values("buffer", name, placed[0], wanted.detach(), findings, limit)
 
 
 # ---------------------------------------------------------------------------------------------- the place of a mistake
@@ -515,26 +515,24 @@ def _trace(
         shared = _gather(outputs is not None and len(outputs) == len(wanted))
         if not all(shared) or outputs is None:
             continue
-        for one, other in zip(outputs, wanted, strict=True):
-            start = _first_row(one, other, data)
-            reference = other if start is None else other[start : start + one.shape[0]]
-            full = one
-            if isinstance(one, DTensor):
+        for own, other in zip(outputs, wanted, strict=True):
+            start = _first_row(own, other, data)
+            reference = other if start is None else other[start : start + own.shape[0]]
+            full = own
+            if isinstance(own, DTensor):
                 with without_dispatch_modes():
-                    full = one.full_tensor()
+                    full = own.full_tensor()
             if full.shape == reference.shape:  # a shard inside of a parallel block shows nothing
                 error = relative_error(full, reference, norm=math.inf, any_dtype=True)
                 equal[name] = equal.get(name, True) and error <= limit
     everyone = _gather(equal)
     for name in theirs:
-        verdicts = [found[name] for found in everyone if name in found]
+        verdicts = [verdict[name] for verdict in everyone if name in verdict]
         if not verdicts or all(verdicts):
             continue
         # Inside of a block, outputs may be partial sums or heads of a rank: an equal module around it clears them.
-        around = [one for one in theirs if one != name and (not one or name.startswith(f"{one}."))]
-        if any(
-            all(found[one] for found in everyone if one in found) and any(one in f for f in everyone) for one in around
-        ):
+        around = [outer for outer in theirs if outer != name and (not outer or name.startswith(f"{outer}."))]
+        if any(all(v[outer] for v in everyone if outer in v) and any(outer in v for v in everyone) for outer in around):
             continue
         findings.differ("place", name or type(original).__name__, 0.0)
         return
@@ -577,10 +575,10 @@ HINTS = {
 def _agreed(findings: Findings, norm: float | None) -> ComparedModels:
     """Return the joined counts, or raise the joined differences; the same on every rank."""
     everyone: list[Findings] = _gather(findings)
-    place = next((name for one in everyone for kind, name in one.errors if kind == "place"), "")
+    place = next((name for other in everyone for kind, name in other.errors if kind == "place"), "")
     worst: dict[tuple[str, str], tuple[float, str, list[int]]] = {}
-    for rank, one in enumerate(everyone):
-        for key, (error, detail) in one.errors.items():
+    for rank, other in enumerate(everyone):
+        for key, (error, detail) in other.errors.items():
             before = worst.get(key, (-1.0, "", []))
             ranks = [*before[2], rank]
             worst[key] = (error, detail, ranks) if error > before[0] else (*before[:2], ranks)
@@ -588,14 +586,14 @@ def _agreed(findings: Findings, norm: float | None) -> ComparedModels:
     if worst:
         problems = []
         for (kind, name), (error, detail, ranks) in sorted(worst.items(), key=lambda item: -item[1][0])[:SHOWN]:
-            found = f"{kind} differs from the original's" + (f" by {error:.2g}" if math.isfinite(error) else "")
-            found += f": {detail}" if detail else ""
-            found += f"; both part first at the output of {place}" if place and kind == "output" else ""
-            found += f" (ranks {', '.join(map(str, ranks))})" if len(ranks) < len(everyone) else ""
-            problems.append(Problem("check-mismatch", name, found=found, hint=HINTS[kind]))
+            reason = f"{kind} differs from the original's" + (f" by {error:.2g}" if math.isfinite(error) else "")
+            reason += f": {detail}" if detail else ""
+            reason += f"; both part first at the output of {place}" if place and kind == "output" else ""
+            reason += f" (ranks {', '.join(map(str, ranks))})" if len(ranks) < len(everyone) else ""
+            problems.append(Problem("check-mismatch", name, found=reason, hint=HINTS[kind]))
         more = f", the {SHOWN} largest" if len(worst) > SHOWN else ""
         raise CheckError(problems, f"{len(worst)} differences from the original{more}:")
-    unchecked = {name: reason for one in everyone for name, reason in one.unchecked.items()}
+    unchecked = {name: reason for other in everyone for name, reason in other.unchecked.items()}
     if not findings.compared:
         hint = "pass a batch, and models that return tensors"
         raise CheckError(Problem("check-mismatch", SUBJECT, found="nothing could be compared", hint=hint))
@@ -614,7 +612,7 @@ def _raise_on_all(what: str, fault: Exception | None) -> None:
     if not by_rank:
         return
     is_plan = all(plan for problems, plan in everyone if problems)
-    problems = list(dict.fromkeys(one for found in by_rank.values() for one in found))[:SHOWN]
+    problems = list(dict.fromkeys(problem for of_rank in by_rank.values() for problem in of_rank))[:SHOWN]
     ranks = f" (ranks {', '.join(map(str, by_rank))})" if len(by_rank) < dist.get_world_size() else ""
     raise (PlanError if is_plan else CheckError)(problems, f"{what} raised{ranks}:") from fault
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tp_styles.check import in_original
 from tp_styles.check.watched_loss import plain
@@ -61,7 +62,7 @@ def sharded_cross_entropy(
     is_full = not torch.compiler.is_compiling() and in_original()  # the original of a check has all tokens
     axis = None if is_full else TPGroup(mesh)
     if shift:
-        target = torch.cat([target[:, 1:], _following(target, axis, ignore_index)], 1)
+        target = torch.cat([target[:, 1:], first_of_next_rank(target, axis, ignore_index)], 1)
     flat = target.flatten()
     losses = F.cross_entropy(logits.flatten(0, 1), flat, reduction="none", **options)
     if reduction == "none":
@@ -91,8 +92,8 @@ def sharded_mean(values: torch.Tensor, counted: torch.Tensor, *, mesh: DeviceMes
     return total / (count if axis is None else axis.all_reduce(count))
 
 
-def _following(target: torch.Tensor, axis: TPGroup | None, ignore_index: int) -> torch.Tensor:
-    """Return the first column of the next rank; the last rank's is ignored."""
+def first_of_next_rank(target: torch.Tensor, axis: TPGroup | None, ignore_index: int) -> torch.Tensor:
+    """Return the first column of the next rank, `[batch, 1]`; the last rank's is ignored."""
     nothing = torch.full_like(target[:, :1], ignore_index)
     if axis is None or axis.size == 1:
         return nothing
@@ -110,6 +111,190 @@ def _summed(x: torch.Tensor, axis: TPGroup | None) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------- a sharded vocabulary
 
 
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    mesh: DeviceMesh | None = None,
+    num_classes: int | None = None,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> torch.Tensor:
+    """Return `torch.nn.functional.cross_entropy` of logits sharded over their last dim, the classes.
+
+    Communicates one maximum and one sum for each token, forward; nothing backward.
+
+    Args:
+        logits: `[..., local classes]`: this rank's shard, as from a column-wise head; or a DTensor `[..., classes]`,
+            sharded on the last dim over a 1-D mesh, as from one with `use_local_output=False`.
+        target: `[...]`: class of each token, the same on every rank.
+        mesh: 1-D mesh of the shards; a DTensor has it.
+        num_classes: Global number of classes; optional for even shards, and for a DTensor.
+        weight: `[num_classes]`: weight of each class, the same on every rank.
+        ignore_index: Target without a loss.
+        label_smoothing: As in torch.
+        reduction: As in torch.
+
+    Returns:
+        The loss, the same on every rank: a scalar, or `[...]` without reduction.
+
+    Raises:
+        PlanError: No mesh, shards of another size than `num_classes` gives, a target of another shape, or a DTensor
+            in another layout.
+        IndexError: On CPU, a target outside of the classes.
+    """
+    if not torch.compiler.is_compiling() and in_original():
+        options: Any = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        # The original of a check has full logits.
+        losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction=reduction, **options)
+        return losses.view(target.shape) if reduction == "none" else losses
+    logits = plain(logits)
+    target = _local_replica(target)
+    weight = None if weight is None else _local_replica(weight)
+    if isinstance(logits, DTensor):
+        mesh, num_classes = _vocabulary(logits, mesh, num_classes)
+        logits = logits.to_local()
+    axis = _axis(mesh)
+    if reduction not in ("mean", "sum", "none"):
+        raise PlanError(Problem("invalid-argument", "reduction", found=repr(reduction), hint='"mean", "sum" or "none"'))
+    target = target.long()
+    classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
+    start, stop = Section(classes).bounds(axis.rank, axis.size)
+    _check(logits, target, stop - start, classes, weight, ignore_index, label_smoothing)
+
+    counted = target != ignore_index
+    safe = target.masked_fill(~counted, 0)  # any valid index: masked out below
+    shifted, _ = _shifted(logits, axis, even=num_classes is None)
+    here = (safe >= start) & (safe < stop)
+    local = (safe - start).masked_fill(~here, 0)  # any valid index: masked out in the next lines
+    terms = [shifted.exp().sum(-1)]
+    picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else terms[0]
+    terms.append(picked.masked_fill(~here, 0))  # not a product: -inf * 0 is nan
+    spread = label_smoothing > 0
+    if spread:
+        by_class = None if weight is None else weight[start:stop].to(shifted.dtype)
+        terms.append((shifted if by_class is None else shifted * by_class).sum(-1))
+    total = Redistribute(Redistribution(Partial(), Replicate()), axis, "logits", inplace_ok=True)  # one sum for all
+    summed = total(torch.stack(terms)) if axis.size > 1 else torch.stack(terms)
+    normalizer, chosen = summed[0].log(), summed[1]
+    per_target = counted.to(normalizer.dtype) if weight is None else weight.to(normalizer.dtype)[safe] * counted
+    loss = per_target * (normalizer - chosen)
+    if spread:
+        classes_weight = float(classes) if weight is None else weight.to(normalizer.dtype).sum()
+        smoothed = (classes_weight * normalizer - summed[2]) * counted
+        loss = (1 - label_smoothing) * loss + label_smoothing / classes * smoothed
+    loss = loss.masked_fill(~counted, 0)  # nan and infinite logits of ignored targets too
+    if reduction == "mean":
+        weights = per_target.sum()
+        loss = loss.sum() / weights.masked_fill(weights == 0, 1)
+        loss = loss.masked_fill(weights == 0, float("nan"))  # as torch's, with zero gradients
+    elif reduction == "sum":
+        loss = loss.sum()
+    in_float32 = torch.is_autocast_enabled(logits.device.type)  # as torch's loss
+    result: torch.Tensor = loss if in_float32 else loss.to(logits.dtype)
+    return result
+
+
+def _vocabulary(logits: DTensor, mesh: DeviceMesh | None, num_classes: int | None) -> tuple[DeviceMesh, int]:
+    """Return the mesh and the number of classes of logits sharded on their last dim.
+
+    Raises:
+        PlanError: They lie otherwise, or the arguments contradict them.
+    """
+    problems = []
+    if tuple(logits.placements) not in ((Shard(logits.dim() - 1),), (Shard(-1),)):
+        hint = (
+            "logits.redistribute(placements=[Shard(-1)]) of a 1-D mesh; on a mesh with a data-parallel axis pass"
+            ' logits.to_local() of this rank\'s batch with mesh=mesh["tp"]'
+        )
+        problems.append(Problem("layout-mismatch", "logits", found=str(logits.placements), hint=hint))
+    if mesh is not None and mesh != logits.device_mesh:
+        hint = "leave it out: the logits have a mesh"
+        problems.append(Problem("mesh-mismatch", "mesh", found=f"{mesh}, logits on {logits.device_mesh}", hint=hint))
+    if num_classes not in (None, logits.shape[-1]):
+        reason = f"{num_classes}, logits of {logits.shape[-1]} classes"
+        problems.append(Problem("shape-mismatch", "num_classes", found=reason, hint="leave it out"))
+    if problems:
+        raise PlanError(problems)
+    return logits.device_mesh, logits.shape[-1]
+
+
+def _local_replica(x: torch.Tensor) -> torch.Tensor:
+    """Return a target or weights as a plain tensor: every rank has them in full.
+
+    Raises:
+        PlanError: It is a sharded DTensor.
+    """
+    if isinstance(x, DTensor) and not all(placement.is_replicate() for placement in x.placements):
+        hint = "target and weight are the same on every rank: redistribute(placements=[Replicate()])"
+        raise PlanError(Problem("layout-mismatch", "target or weight", found=str(x.placements), hint=hint))
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _check(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    local: int,
+    classes: int,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> None:
+    problems = []
+    if not 0 <= label_smoothing <= 1:
+        problems.append(
+            Problem("invalid-argument", "label_smoothing", found=str(label_smoothing), hint="it is between 0 and 1")
+        )
+    if logits.shape[-1] != local:
+        problems.append(
+            Problem(
+                "shape-mismatch",
+                "logits",
+                dim=logits.dim() - 1,
+                found=f"{logits.shape[-1]} classes on this rank",
+                hint=f"of {classes} it holds {local}; pass num_classes= if the shards are uneven",
+            )
+        )
+    if logits.shape[:-1] != target.shape:
+        hint = f"one class for each token: {tuple(logits.shape[:-1])}; classes are the last dim of the logits"
+        problems.append(Problem("shape-mismatch", "target", found=str(tuple(target.shape)), hint=hint))
+    if weight is not None and weight.shape != (classes,):
+        problems.append(
+            Problem("shape-mismatch", "weight", found=str(tuple(weight.shape)), hint=f"all {classes} on every rank")
+        )
+    if problems:
+        raise PlanError(problems)
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU it would synchronise
+        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+        if bool(wrong.any()):
+            raise IndexError(f"target: a class is outside of 0..{classes - 1}")
+
+
+def _highest(logits: torch.Tensor, axis: TPGroup, *, even: bool) -> torch.Tensor:
+    """Return the highest logit of each token over all ranks."""
+    lowest = torch.finfo(logits.dtype).min
+    highest = logits.amax(-1).clamp(min=lowest) if logits.shape[-1] else logits.new_full(logits.shape[:-1], lowest)
+    if axis.size == 1:
+        return highest
+    check = even and logits.device.type == "cpu" and not torch.compiler.is_compiling()
+    if check:  # without num_classes all shards must have the same size
+        count = logits.new_tensor([logits.shape[-1], -logits.shape[-1]])  # maximum and minimum in one all-reduce
+        flat = torch.cat([highest.reshape(-1), count])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=axis.group)
+        most, least = flat[-2].item(), -flat[-1].item()
+        if most != least:
+            hint = "pass num_classes=, the global number"
+            raise PlanError(
+                Problem(
+                    "uneven-shards", "num_classes", found=f"shards of {int(least)} to {int(most)} classes", hint=hint
+                )
+            )
+        return flat[:-2].view(highest.shape)
+    return axis.all_reduce_max_(highest.contiguous())
+
+
 def vocab_parallel_logsumexp(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch.Tensor:
     """Return `logits.logsumexp(-1)` over a sharded vocabulary, with gradients; the same on every rank.
 
@@ -121,8 +306,9 @@ def vocab_parallel_logsumexp(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch
     """
     if not torch.compiler.is_compiling() and in_original():
         return logits.logsumexp(-1)
-    exact, highest, axis = _shifted(logits, mesh)
-    total = _summed((exact - highest.unsqueeze(-1)).exp().sum(-1), axis)
+    axis = _axis(mesh)
+    shifted, highest = _shifted(plain(logits), axis)
+    total = _summed(shifted.exp().sum(-1), axis)
     result: torch.Tensor = (total.log() + highest).to(logits.dtype)
     return result
 
@@ -138,25 +324,10 @@ def vocab_parallel_log_probs(
         mesh: 1-D mesh of the shards.
         num_classes: Global number of classes; optional for even shards.
     """
-    if not torch.compiler.is_compiling() and in_original():
-        picked: torch.Tensor = logits.log_softmax(-1).gather(-1, target.long().unsqueeze(-1)).squeeze(-1)
-        return picked
-    exact, highest, axis = _shifted(logits, mesh)
-    classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
-    start, stop = Section(classes).bounds(axis.rank, axis.size)
-    if stop - start != logits.shape[-1] or target.shape != logits.shape[:-1]:
-        found = f"{list(logits.shape)} for targets {list(target.shape)}, {stop - start} classes on this rank"
-        hint = "num_classes= of uneven shards; one class for each token"
-        raise PlanError(Problem("shape-mismatch", "logits", found=found, hint=hint))
-    shifted = exact - highest.unsqueeze(-1)
-    here = (target >= start) & (target < stop)
-    terms = [shifted.exp().sum(-1)]
-    index = (target.long() - start).masked_fill(~here, 0)  # any valid class: masked out in the next line
-    picked = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else terms[0]
-    terms.append(picked.masked_fill(~here, 0))
-    normalizer, chosen = _summed(torch.stack(terms), axis)
-    result: torch.Tensor = (chosen - normalizer.log()).to(logits.dtype)
-    return result
+    # No class is -1: every target has a loss.
+    return -vocab_parallel_cross_entropy(
+        logits, target, mesh=mesh, num_classes=num_classes, ignore_index=-1, reduction="none"
+    )
 
 
 def vocab_parallel_entropy(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch.Tensor:
@@ -169,8 +340,8 @@ def vocab_parallel_entropy(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch.T
     if not torch.compiler.is_compiling() and in_original():
         logs = logits.log_softmax(-1)
         return -(logs.exp() * logs).sum(-1)
-    exact, highest, axis = _shifted(logits, mesh)
-    shifted = exact - highest.unsqueeze(-1)
+    axis = _axis(mesh)
+    shifted, _ = _shifted(plain(logits), axis)
     powers = shifted.exp()
     weighted = (powers * shifted.masked_fill(powers == 0, 0)).sum(-1)  # a class of -inf adds nothing
     normalizer, weighted = _summed(torch.stack([powers.sum(-1), weighted]), axis)
@@ -178,13 +349,24 @@ def vocab_parallel_entropy(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch.T
     return result
 
 
-def _shifted(logits: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor, TPGroup]:
-    """Return exact logits, the highest of each token over the ranks, without a gradient, and the axis."""
+def _axis(mesh: DeviceMesh | None) -> TPGroup:
+    """Return the ranks of a 1-D mesh.
+
+    Raises:
+        PlanError: There is none, or it has several dims.
+    """
+    if mesh is None:
+        raise PlanError(Problem("missing-mesh", "mesh", found="None", hint='plain logits need mesh=mesh["tp"]'))
     if mesh.ndim != 1:
         raise PlanError(Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass mesh["tp"]'))
-    axis = TPGroup(mesh)
-    exact = plain(logits).to(torch.promote_types(logits.dtype, torch.float32))
-    lowest = torch.finfo(exact.dtype).min
-    local = exact.detach()
-    highest = local.amax(-1).clamp(min=lowest) if logits.shape[-1] else local.new_full(logits.shape[:-1], lowest)
-    return exact, axis.all_reduce_max_(highest.contiguous()) if axis.size > 1 else highest, axis
+    return TPGroup(mesh)
+
+
+def _shifted(logits: torch.Tensor, axis: TPGroup, *, even: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits minus the highest of each token, so that `exp` cannot overflow, and the highest itself.
+
+    The highest cancels in every loss, so it has no gradient. With `even` all shards must have the same size.
+    """
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    highest = _highest(exact.detach(), axis, even=even)
+    return exact - highest.unsqueeze(-1), highest

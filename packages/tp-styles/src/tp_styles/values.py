@@ -425,6 +425,10 @@ class StyleSpec:
         """Yield what the forward sends beside its flows: place, pass, step, and elements for each token."""
         yield from ()
 
+    def notes(self, tp_size: int) -> Iterator[str]:
+        """Yield lines for `explain` beside parameters and collectives."""
+        yield from ()
+
     def flows(self) -> Iterator[tuple[str, Redistribution]]:
         """Yield all flows with a name: the argument's, or `-> i` for output i."""
         yield from self.inputs

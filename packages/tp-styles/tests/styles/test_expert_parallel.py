@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import datetime
+import re
 from typing import Any
 
 import moe_models as moe
@@ -13,6 +15,7 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from tp_styles.problems import StyleInputError
 from tp_styles.runtime.token_exchange import AllToAllDispatcher, RoutedTokens, exchange_counts
@@ -259,6 +262,39 @@ def test_an_index_outside_is_refused_on_every_rank(ranks: Ranks) -> None:
     ids = torch.tensor([0, 1, 4]) if ranks.rank == 0 else torch.tensor([0, -1, 9])
     with pytest.raises(StyleInputError, match=r"\[invalid-argument\] experts: an index on rank 1"):
         exchange_counts(ids, 4, mesh.get_group())
+
+
+class Fragile(moe.Stacked):
+    """Experts whose code fails on one rank."""
+
+    is_broken = False
+
+    def forward(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self.is_broken:
+            raise KeyError("only here")
+        return super().forward(hidden, experts, weights)
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_one_rank_in_a_steady_step(ranks: Ranks) -> None:
+    """Before the exchange it is raised on all ranks; behind it the others end by the group's timeout, with its name."""
+    group, _ = dist.new_subgroups_by_enumeration([[0, 1]], timeout=datetime.timedelta(seconds=2))
+    mesh = DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("ep",))
+    model: Any = models.seeded(lambda: Fragile(4)).double()
+    tp.apply_plan(model, mesh, tp.ExpertParallel())
+    x, ids, weights = torch.ones(6, moe.WIDTH).double(), torch.arange(12).view(6, 2) % 4, torch.ones(6, 2).double()
+    model(x, ids, weights)  # checked
+    wrong = ids.double() if ranks.rank == 1 else ids
+    text = r"wrong-type\].*float64" if ranks.rank == 1 else r"rank-failed\] experts: an error on rank 1"
+    with pytest.raises(StyleInputError, match=text):
+        model(x, wrong, weights)
+    model(x, ids, weights).sum().backward()  # nothing is left behind
+    model.is_broken = ranks.rank == 1
+    with pytest.raises(KeyError if ranks.rank == 1 else RuntimeError) as error:
+        model(x, ids, weights)
+    if ranks.rank == 0:
+        named = r"the exchange of tokens with their experts, call \d+, failed on rank 0: another rank died, or made no"
+        assert re.search(named, str(error.value)), error.value
 
 
 @pytest.mark.ranks(2)

@@ -15,6 +15,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from tp_styles.runtime.sequence import Kind
 
 ATOL = 1e-12
 ATTENTION = {
@@ -133,6 +134,52 @@ def test_attention_by_heads_and_whole_experts_on_two_axes(ranks: Ranks, tokens: 
             gradient.div_(2)
 
     assert compare(model, alone, mesh["ep"], rows=lambda x: x.chunk(2)[rank], before_step=average, ranks=2) > 3000
+
+
+class Logits(nn.Module):
+    """The language model without the router's logits. Its attention is causal, and that alone orders its tokens."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.model = moe.MoELM(6, **options)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids)[0]
+        return logits
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", [moe.Stacked, moe.Numbered])
+def test_experts_beside_shards_of_a_sequence(ranks: Ranks, kind: type[nn.Module]) -> None:
+    """On one axis the tokens of a rank are those of its sequence; on another axis all ranks of it have them."""
+    two_axes = ranks.world_size == 4
+    mesh = ranks.mesh((2, 2) if two_axes else (2,), ("ep", "cp") if two_axes else ("cp",))
+    cp = mesh["cp"]
+    kinds: tuple[Kind, ...] = ("ulysses", "gather")
+    for attention in kinds:
+        model, alone = (models.seeded(lambda: Logits(kind=kind)).double() for _ in range(2))
+        context = tp.ContextParallel(attention)
+        experts = {f"model.{key}": style for key, style in moe.experts_plan(kind, "replicated").items()}
+        if two_axes:
+            tp.apply_plan(model, mesh["ep"], experts)
+            model(moe.batches(1, 4, 8)[0]).sum().backward()  # the experts are checked by themselves
+            model.zero_grad()
+            handle = tp.apply_plan(model, cp, context)
+        else:
+            own = {f"model.{key}": style for key, style in moe.experts_plan(kind, "sharded").items()}
+            handle = tp.apply_plan(model, cp, {**own, "": context})
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, alone)]
+        for ids in moe.batches(STEPS, 4, 8):
+            losses = [models.next_token_loss(each(ids), ids) for each in (model, alone)]
+            for optimizer, loss in zip(optimizers, losses, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            torch.testing.assert_close(*losses, atol=ATOL, rtol=ATOL)
+        axis = mesh["ep"] if two_axes else cp
+        wanted = {name: p.detach() for name, p in alone.named_parameters()}
+        assert models.assert_close(moe.full_values(model, axis), wanted, ATOL) > 3000
+        assert "equal to the original" in handle.report()
 
 
 @pytest.mark.ranks(2, 4)

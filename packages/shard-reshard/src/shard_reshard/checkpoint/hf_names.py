@@ -138,8 +138,8 @@ def _run(converter: Any, collected: dict[str, list[Sketch]], target: str, names:
     if len(tensors) == 1 and len(converter.target_patterns) == 1 and "*" not in converter.target_patterns[0]:
         tensors = {converter.target_patterns[0]: next(iter(tensors.values()))}
     # A pattern stands in place of the first target pattern in the full name.
-    before, found, after = target.partition(converter.target_patterns[0])
-    if not found:
+    before, matched, after = target.partition(converter.target_patterns[0])
+    if not matched:
         raise refusal("unsupported-tensor", target, found=f"not named by {converter.target_patterns[0]!r}")
     return {before + pattern + after: sketch for pattern, sketch in tensors.items()}
 

@@ -16,6 +16,7 @@ from torch import nn
 from shard_reshard._shared.consensus import problems_of, tensor_hash
 from shard_reshard._shared.dtensor import as_dtensor
 from shard_reshard._shared.problems import Problem, refusal
+from shard_reshard._shared.progress import each_shown
 from shard_reshard._torch_compat import storage_key
 from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load, stored_tensors
 from shard_reshard.checkpoint.safetensors import (
@@ -171,7 +172,10 @@ def load_safetensors(
             )
             for moves, held in staged(here, "a load", plan.digest, *needs, (BEFORE_MOVING, later))
         )
-        late = move_buckets(here, buckets, True, progress=progress)
+        count = len(plan.moves.buckets)
+        late = move_buckets(
+            here, each_shown("load_safetensors", buckets, count, lambda _: "bucket"), True, progress=progress
+        )
         result = LoadedStateDict(write_outputs(here, arriving, targets, outs))
     if fresh and module is not None:  # last: a failed load leaves the module unchanged
         _install(module, fresh)

@@ -27,7 +27,15 @@ from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
 from shard_reshard.plan import group_problems
 from shard_reshard.state_dict.pairs import Pair
-from shard_reshard.state_dict.plan import DstLayouts, KeyRule, RankMeta, StateDictPlan, TensorMeta, plan_state_dict
+from shard_reshard.state_dict.plan import (
+    DstLayouts,
+    KeyRule,
+    RankMeta,
+    StateDictPlan,
+    TensorMeta,
+    in_layouts,
+    plan_state_dict,
+)
 
 SMALLEST_READ_BYTES = 64 * 1024  # smallest share of one rank
 
@@ -202,16 +210,12 @@ def plan_load(
 
     ``outs`` is each rank's metadata of its destination tensors; all else as in `load_safetensors`.
     """
-    targets = list(outs) or [RankMeta({}, {})]
-
-    def planned(layouts: Mapping[str, ShardMap]) -> StateDictPlan:
-        sources = {name: TensorMeta(shape, dtype, layouts[name], name) for name, (shape, dtype, _) in stored.items()}
-        facts = [replace(held, sources=sources if rank == 0 else {}) for rank, held in enumerate(targets)]
-        rules: Any = {"strict": strict, "casts": casts, "pairs": pairs, "unexpected": unexpected}
-        return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, **rules)
-
     # Demand does not depend on readers: a first plan, with one rank as reader of everything, gives it.
-    wanted = planned({name: BoxShardMap.whole(shape, 0) for name, (shape, _, _) in stored.items()})
+    on_first = {shape: BoxShardMap.whole(shape, 0) for shape, _, _ in stored.values()}
+    sources = {name: TensorMeta(shape, dtype, on_first[shape], name) for name, (shape, dtype, _) in stored.items()}
+    facts = [replace(held, sources={} if rank else sources) for rank, held in enumerate(outs or [RankMeta({}, {})])]
+    rules: Any = {"strict": strict, "casts": casts, "pairs": pairs, "unexpected": unexpected}
+    wanted = plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, **rules)
     if outside := group_problems((move.plan for move in wanted.moves), world_size):
         raise PlanError(outside)
     demand = rows_of_ranks(wanted)
@@ -220,7 +224,7 @@ def plan_load(
     readers: dict[str, ShardMap] = {}
     for name, (shape, dtype, parts) in stored.items():
         if name not in demand or 0 in shape:  # nothing to read
-            readers[name] = BoxShardMap(shape, {0: ()}) if 0 in shape else BoxShardMap.whole(shape, 0)
+            readers[name] = BoxShardMap(shape, {0: ()}) if 0 in shape else on_first[shape]
             continue
         boxes: dict[int, list[Box]] = {}
         # Of equal shards in several files the first one is read.
@@ -230,7 +234,7 @@ def plan_load(
                 reads[rank][name] = (*reads[rank].get(name, ()), read)
                 boxes.setdefault(rank, []).extend(held)
         readers[name] = BoxShardMap(shape, boxes, holes=True)  # unneeded rows are not read
-    return LoadPlan(planned(readers), tuple(reads))
+    return LoadPlan(in_layouts(wanted, bucket_bytes, sources=readers), tuple(reads))
 
 
 class Wanted(NamedTuple):

@@ -25,7 +25,7 @@ from shard_reshard.checkpoint.safetensors import memory_bytes
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, ToGroup
-from shard_reshard.layout.shard_map import ITEMSIZES, Piece, human
+from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
 from shard_reshard.state_dict.agreement import (
     PLAIN,
     collect_metadata,
@@ -38,7 +38,7 @@ from shard_reshard.state_dict.agreement import (
 )
 from shard_reshard.state_dict.outputs import LocalTargets, move_buckets, staged
 from shard_reshard.state_dict.pairs import Pair, as_pairs
-from shard_reshard.state_dict.plan import KeyRule, RankMeta, StateDictPlan, plan_state_dict
+from shard_reshard.state_dict.plan import KeyRule, RankMeta, StateDictPlan, in_layouts, plan_state_dict
 
 _WORDS = {name: word for word, name in SAFETENSORS.items()}
 _UNPUBLISHED = "no file of the save has its name yet"
@@ -217,7 +217,7 @@ def plan_save(
     if problems:
         raise PlanError(problems)
     demand, load = rows_of_ranks(held, by_source=False), [0] * len(everyone)
-    layouts: dict[str, LayoutLike] = {}
+    layouts: dict[str, ShardMap] = {}
     for name, (layout, dtype) in written.items():
         shape, zero = layout.shape, (0,) * len(layout.shape)
         boxes: dict[int, list[Box]] = {0: []}  # empty tensors need a rank too
@@ -230,8 +230,7 @@ def plan_save(
     for alias, name in held.aliases.items():
         layouts[alias] = layouts[name]
         tied[name].append(alias)
-    # A writer gets its rows of a scale as of any other tensor: only names and parts of pairs count here.
-    moves = plan_state_dict(everyone, layouts, held.keys, bucket_bytes, to_group)
+    moves = in_layouts(held, bucket_bytes, targets=layouts)
     order = {name: at for at, name in enumerate(dict.fromkeys(n for facts in everyone for n in facts.sources))}
     names = [sorted(group, key=lambda name: (order.get(name, len(order)), name)) for group in tied.values()]
     names.sort(key=lambda group: (order.get(group[0], len(order)), group[0]))

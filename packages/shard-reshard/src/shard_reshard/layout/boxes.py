@@ -328,6 +328,10 @@ class ShardMapView(ShardMap):
                 hint="a window lies inside of the tensor",
             )
 
+    def of(self, base: ShardMap) -> ShardMapView:
+        """Return the same window of a tensor of the same shape in another layout."""
+        return ShardMapView(base, self.start, self.shape, self.dims)
+
     @property
     def max_replicas(self) -> int:
         return self.base.max_replicas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -241,11 +242,14 @@ _MOST_MOVERS = 256  # kept; experts without tokens make many subsets of paramete
 
 def in_turn(starts: Iterator[tuple[T, Finish | None]]) -> Iterator[T]:
     """Yield the item of each started exchange once it has arrived; the next one is under way by then."""
-    before: list[tuple[T, Finish | None]] = []
+    posted: deque[tuple[T, Finish | None]] = deque()
     for entry in starts:
-        yield from map(_arrived, before)
-        before = [entry]
-    yield from map(_arrived, before)
+        posted.append(entry)
+        del entry  # an exchange's buffers are free once it has arrived
+        if len(posted) > 1:
+            yield _arrived(posted.popleft())
+    while posted:
+        yield _arrived(posted.popleft())
 
 
 def _arrived(entry: tuple[T, Finish | None]) -> T:

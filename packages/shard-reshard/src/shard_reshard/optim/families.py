@@ -46,8 +46,8 @@ def groups_of(given: Any) -> tuple[list[Group], bool]:
             name: str = pair[0]
             parameter: Any = pair[1]
             if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
-                found = f"a {type(parameter).__name__}" if not isinstance(parameter, torch.Tensor) else "no leaf"
-                raise PlanError(Problem("wrong-type", name, found=found, hint="pass parameters"))
+                reason = f"a {type(parameter).__name__}" if not isinstance(parameter, torch.Tensor) else "no leaf"
+                raise PlanError(Problem("wrong-type", name, found=reason, hint="pass parameters"))
             if id(parameter) not in seen:
                 if name in named or any(name in group.parameters for group in groups):
                     hint = "give each parameter a name of its own"
@@ -62,10 +62,10 @@ def groups_of(given: Any) -> tuple[list[Group], bool]:
 
 def routed(names: Iterable[str], patterns: Sequence[str], has_rest: bool, whole: bool = True) -> dict[str, int]:
     """Return for each name the number of the first glob that matches it; -1 for parameters that stay in shards."""
-    found = {name: next((n for n, glob in enumerate(patterns) if fnmatchcase(name, glob)), -1) for name in names}
+    numbers = {name: next((n for n, glob in enumerate(patterns) if fnmatchcase(name, glob)), -1) for name in names}
     problems = [
         Problem("missing-argument", name, found="no pattern of make= matches it", hint="add '*', or pass in_shards=")
-        for name, number in found.items()
+        for name, number in numbers.items()
         if number < 0 and not has_rest
     ]
     if whole:  # a group that is added later may well have parameters of some patterns only
@@ -77,14 +77,14 @@ def routed(names: Iterable[str], patterns: Sequence[str], has_rest: bool, whole:
                 hint="leave it out",
             )
             for number, glob in enumerate(patterns)
-            if number not in found.values()
+            if number not in numbers.values()
         ]
-        if has_rest and -1 not in found.values():
-            found_text, hint = "every parameter matches a pattern of make=", "leave it out"
-            problems.append(Problem("conflicting-arguments", "in_shards", found=found_text, hint=hint))
+        if has_rest and -1 not in numbers.values():
+            reason, hint = "every parameter matches a pattern of make=", "leave it out"
+            problems.append(Problem("conflicting-arguments", "in_shards", found=reason, hint=hint))
     if problems:
         raise PlanError(problems)
-    return found
+    return numbers
 
 
 @dataclass
@@ -115,13 +115,13 @@ class Family:
     def made(self, tensors: Mapping[int, nn.Parameter]) -> Optimizer:
         """Call ``make`` with tensors by position; it gets groups if the caller wrote groups."""
         if self.grouped:
-            given: list[Any] = [
+            params: list[Any] = [
                 {"params": [tensors[at] for at in positions if at in tensors], **options}
                 for options, positions in self.groups
             ]
         else:
-            given = [tensors[at] for _, positions in self.groups for at in positions if at in tensors]
-        optimizer: Any = self.make(given)
+            params = [tensors[at] for _, positions in self.groups for at in positions if at in tensors]
+        optimizer: Any = self.make(params)
         if not isinstance(optimizer, Optimizer):
             hint = "return an optimizer: lambda params: torch.optim.Muon(params, lr=0.02)"
             raise PlanError(Problem("wrong-type", "make", found=f"a {type(optimizer).__name__}", hint=hint))
@@ -157,10 +157,10 @@ class Family:
         expected = [[at for at in own if at in tensors] for own in self.members]
         if groups != expected:
             hint = "make the same groups, in one order, for any of the matrices; groups may be empty"
-            found = f"{len(groups)} groups for some matrices, {len(expected)} for all"
+            reason = f"{len(groups)} groups for some matrices, {len(expected)} for all"
             if len(groups) == len(expected):
-                found = "other groups for some matrices than for all"
-            raise PlanError(Problem("invalid-argument", "make", found=found, hint=hint))
+                reason = "other groups for some matrices than for all"
+            raise PlanError(Problem("invalid-argument", "make", found=reason, hint=hint))
 
     def write_hyperparameters(self, optimizer: Optimizer) -> None:
         """Copy the groups' present values to an owner's optimizer, before its step."""
@@ -189,11 +189,11 @@ def check_per_matrix(family: Family, optimizer: Optimizer, tensors: Mapping[int,
         for number, group in enumerate(optimizer.param_groups):
             dtypes = {tensor.dtype for tensor in group["params"]}
             if kind is torch.optim.Adafactor and group["eps"][0] is None and len(dtypes) > 1:
-                found = (
+                reason = (
                     f"group {number} has {', '.join(sorted(map(str, dtypes)))}; torch takes the first one's eps for all"
                 )
                 hint = "give eps=(1e-7, 1e-3), or a group for each dtype"
-                raise PlanError(Problem("not-per-matrix", where, found=found, hint=hint))
+                raise PlanError(Problem("not-per-matrix", where, found=reason, hint=hint))
         return
     chosen = sorted(tensors)[:: max(1, len(tensors) // 3)][:3]
     shapes = [tuple(min(size, 8 - number) for size in tensors[at].shape) for number, at in enumerate(chosen)]
@@ -202,11 +202,11 @@ def check_per_matrix(family: Family, optimizer: Optimizer, tensors: Mapping[int,
         alone = [_trial(family, chosen, shapes, [at])[0] for at in chosen]
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
-        found = f"it cannot be tried on tensors of {shapes}: {type(error).__name__}: {text}"
-        raise PlanError(Problem("not-per-matrix", where, found=found, hint=hint)) from error
+        reason = f"it cannot be tried on tensors of {shapes}: {type(error).__name__}: {text}"
+        raise PlanError(Problem("not-per-matrix", where, found=reason, hint=hint)) from error
     if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(joint, alone, strict=True)):
-        found = "its update of a tensor depends on the other tensors"
-        raise PlanError(Problem("not-per-matrix", where, found=found, hint=hint))
+        reason = "its update of a tensor depends on the other tensors"
+        raise PlanError(Problem("not-per-matrix", where, found=reason, hint=hint))
 
 
 def _trial(

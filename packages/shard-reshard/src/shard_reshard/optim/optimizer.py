@@ -164,8 +164,8 @@ class WholeMatrices(NotPicklable, Optimizer):
                 family.lay_out(block.owners.matrices, block.parameters, self._options["per_matrix"])
                 block.families.append(family)
         if block.rest:
-            given = [(g.options, [p for name, p in g.parameters.items() if name in block.rest]) for g in groups]
-            as_groups = [{"params": own, **options} for options, own in given if own]
+            by_group = [(g.options, [p for name, p in g.parameters.items() if name in block.rest]) for g in groups]
+            as_groups = [{"params": own, **options} for options, own in by_group if own]
             block.make_in_shards = self._options["in_shards"]
             block.in_shards = block.make_in_shards(as_groups if grouped else as_groups[0]["params"])
             raise_problems(elementwise_problems(block.in_shards, lambda _: True))
@@ -251,10 +251,10 @@ class WholeMatrices(NotPicklable, Optimizer):
         Raises:
             PlanError: On all ranks, if no rank has the state of a matrix that was updated before, or other groups.
         """
-        given: dict[str, Any] = dict(state_dict)
+        to_load: dict[str, Any] = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, given)
-            given = given if changed is None else changed
-        load_state(self._engine, self.param_groups, given)
+            changed = before(self, to_load)
+            to_load = to_load if changed is None else changed
+        load_state(self._engine, self.param_groups, to_load)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

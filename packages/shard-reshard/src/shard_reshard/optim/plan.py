@@ -245,19 +245,19 @@ def plan_owners(
     matrices: list[Matrix] = []
     maps: list[ShardMap | None] = []
     problems = unmatched(together, shapes)
-    known: dict[tuple[int, Index], ShardMap] = {}
-    for name, given in shapes.items():
-        shape = sizes_of(given)
+    resolved: dict[tuple[int, Index], ShardMap] = {}
+    for name, size in shapes.items():
+        shape = sizes_of(size)
         wanted = layouts.get(name) if isinstance(layouts, Mapping) else layouts
         try:
-            if wanted is not None and (id(wanted), shape) not in known:
-                known[id(wanted), shape] = resolve_layout(wanted, shape)
+            if wanted is not None and (id(wanted), shape) not in resolved:
+                resolved[id(wanted), shape] = resolve_layout(wanted, shape)
         except PlanError as error:
             problems += [problem.named(name) for problem in error.problems]
             continue
         own = matrices_of(name, shape, dtype_name(dtype), together=together)
         matrices += own
-        maps += [known.get((id(wanted), shape))] * len(own)
+        maps += [resolved.get((id(wanted), shape))] * len(own)
     raise_problems(problems)
     return assign(matrices, maps, world_size, owners, bucket_bytes)
 
@@ -274,8 +274,8 @@ def assign(
 
     ``maps`` are the layouts of the matrices' parameters. Only matrices of one kind share a chunk.
     """
-    given: Any = bucket_bytes  # callers are untyped
-    if not isinstance(given, int) or given < 1:
+    limit: Any = bucket_bytes  # callers are untyped
+    if not isinstance(limit, int) or limit < 1:
         hint = "at least one byte"
         raise PlanError(Problem("invalid-argument", "bucket_bytes", found=repr(bucket_bytes), hint=hint))
     allowed, fixed = _allowed(matrices, world_size, owners)
@@ -328,10 +328,10 @@ class _Holdings:
                 low[0], high[0] = matrix.expert, matrix.expert + 1
             if id(layout) not in self._boxes:
                 if (last := max(layout.ranks, default=-1)) >= world_size:
-                    found = f"the layout names rank {last}, the group has {world_size} ranks"
+                    reason = f"the layout names rank {last}, the group has {world_size} ranks"
                     hint = "pass a larger group"
-                    raise PlanError(Problem("rank-outside-mesh", matrix.parameter, found=found, hint=hint))
-                boxes = {rank: [piece[:2] for piece in layout.pieces(rank)] for rank in layout.ranks}
+                    raise PlanError(Problem("rank-outside-mesh", matrix.parameter, found=reason, hint=hint))
+                boxes = {rank: [held[:2] for held in layout.pieces(rank)] for rank in layout.ranks}
                 self._boxes[id(layout)] = layout, boxes
             counts = {rank: _common(boxes, low, high) for rank, boxes in self._boxes[id(layout)][1].items()}
             self._known[key] = {rank: count for rank, count in counts.items() if count}

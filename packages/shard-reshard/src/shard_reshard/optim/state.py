@@ -100,8 +100,8 @@ def _with_layouts(block: Block, state: dict[str, Entry]) -> dict[str, Entry]:
             assert info is not None
             if info.needs_sections:
                 hint = "give the parameter to make=, where its sections are matrices"
-                found = "state of a fused parameter in its shards, which no DTensor describes"
-                raise PlanError(Problem("unsupported-tensor", name, found=found, hint=hint))
+                reason = "state of a fused parameter in its shards, which no DTensor describes"
+                raise PlanError(Problem("unsupported-tensor", name, found=reason, hint=hint))
             entry[key] = as_dtensor(local_tensor(value), info.mesh, info.placements, info.shape)
     return state
 
@@ -129,20 +129,20 @@ def load_state(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dic
     """Load a state dict; see `WholeMatrices.load_state_dict`."""
     members = engine.members
     try:
-        given = _parsed(engine, param_groups, state_dict)
+        parsed = _parsed(engine, param_groups, state_dict)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    content = {name: {key: _kind(value) for key, value in entry.items()} for name, entry in given.state.items()}
-    everyone = all_gather_objects(members.group, (content, given.groups, given.steps, given.stepped), _SUBJECT)
+    content = {name: {key: _kind(value) for key, value in entry.items()} for name, entry in parsed.state.items()}
+    everyone = all_gather_objects(members.group, (content, parsed.groups, parsed.steps, parsed.stepped), _SUBJECT)
     stepped = sorted({name for other in everyone for name in other[3]})
     _compare(everyone, stepped, engine)
-    arrived = _moved(engine, given, [other[0] for other in everyone], stepped)
+    arrived = _moved(engine, parsed, [other[0] for other in everyone], stepped)
     engine.broken = "loading a state dict failed"
     for block in engine.blocks:
         block.reset(stepped)
     failure: Exception | None = None
     try:
-        for (values, _), group in zip(given.groups, param_groups, strict=True):
+        for (values, _), group in zip(parsed.groups, param_groups, strict=True):
             for key, value in values.items():
                 if torch.is_tensor(group.get(key)):
                     group[key].fill_(float(value))
@@ -151,11 +151,11 @@ def load_state(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dic
         for block in engine.blocks:
             _install(block, arrived)
             if block.in_shards is not None:
-                _install_in_shards(block, block.in_shards, given.state)
+                _install_in_shards(block, block.in_shards, parsed.state)
     except Exception as error:
         failure = error
     agree(members, _SUBJECT, failure)
-    engine.num_steps, engine.broken = given.steps or 0, ""
+    engine.num_steps, engine.broken = parsed.steps or 0, ""
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
@@ -180,19 +180,19 @@ def _parsed(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dict: 
         order = [name for group in groups for name in group.get("param_names", ())]
         order = order or list(dict.fromkeys(name for block in engine.blocks for name in block.order))
         if len(order) != len(total):
-            found = f"{len(total)} parameters, this optimizer has {len(order)}"
-            raise PlanError(Problem("argument-count", "state_dict", found=found, hint="load it into the same groups"))
+            reason = f"{len(total)} parameters, this optimizer has {len(order)}"
+            raise PlanError(Problem("argument-count", "state_dict", found=reason, hint="load it into the same groups"))
         name_of = dict(zip(total, order, strict=True))
         listed = [[name_of[number] for number in group["params"]] for group in groups]
         by_parameter = {name_of[number]: dict(entry) for number, entry in state_dict["state"].items()}
         state = {name: entry for block in engine.blocks for name, entry in _split(block, by_parameter)}
         stepped = list(state)
     if [sorted(group) for group in listed] != [sorted(group) for group in own]:
-        found = (
+        reason = (
             f"groups of {[len(group) for group in listed]} parameters, this optimizer's are of {list(map(len, own))}"
         )
         hint = "make the same parameter groups, of the same names, before loading"
-        raise PlanError(Problem("invalid-argument", "param_groups", found=found, hint=hint))
+        raise PlanError(Problem("invalid-argument", "param_groups", found=reason, hint=hint))
     values = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
     return Given(state, list(zip(values, listed, strict=True)), state_dict.get("steps"), stepped)
 
@@ -209,12 +209,12 @@ def _split(block: Block, by_parameter: Mapping[str, Entry]) -> Iterator[tuple[st
             continue
         own: Entry = {}
         for key, value in entry.items():
-            whole = matrix.name == matrix.parameter or not torch.is_tensor(value) or value.numel() <= 1
-            if not whole and value.numel() != elements[matrix.parameter]:
-                found = f"{key} of {tuple(value.shape)} belongs to the parameter, which is several matrices here"
+            is_one = matrix.name == matrix.parameter or not torch.is_tensor(value) or value.numel() <= 1
+            if not is_one and value.numel() != elements[matrix.parameter]:
+                reason = f"{key} of {tuple(value.shape)} belongs to the parameter, which is several matrices here"
                 hint = f"pass together=[{matrix.parameter!r}], or load the model's weights alone"
-                raise PlanError(Problem("shape-mismatch", matrix.parameter, found=found, hint=hint))
-            own[key] = value if whole else matrix.window(value)
+                raise PlanError(Problem("shape-mismatch", matrix.parameter, found=reason, hint=hint))
+            own[key] = value if is_one else matrix.window(value)
         yield matrix.name, own
 
 
@@ -223,9 +223,9 @@ def _compare(everyone: Sequence[tuple[Any, ...]], stepped: Sequence[str], engine
     problems: list[Problem] = []
     for rank, other in enumerate(everyone):
         if repr(other[1:3]) != repr(everyone[0][1:3]):
-            found = f"rank {rank}: other groups or another number of steps than rank 0"
+            reason = f"rank {rank}: other groups or another number of steps than rank 0"
             hint = "pass parts of one checkpoint on every rank"
-            problems.append(Problem("ranks-disagree", "state_dict", found=found, hint=hint))
+            problems.append(Problem("ranks-disagree", "state_dict", found=reason, hint=hint))
     held = {name for other in everyone for name in other[0]}
     matrices = {matrix.name for block in engine.blocks for matrix in block.owners.matrices}
     rest = {name for block in engine.blocks for name in block.rest}
@@ -234,8 +234,8 @@ def _compare(everyone: Sequence[tuple[Any, ...]], stepped: Sequence[str], engine
         if name in rest:
             lacking = [rank for rank, other in enumerate(everyone) if name not in other[0]]
             if lacking:
-                found = f"rank {lacking[0]} does not pass the state of its shard"
-                problems.append(Problem("missing-source", name, found=found, hint=hint))
+                reason = f"rank {lacking[0]} does not pass the state of its shard"
+                problems.append(Problem("missing-source", name, found=reason, hint=hint))
         elif name not in matrices:
             text = "this optimizer has no such matrix"
             problems.append(Problem("unknown-name", name, found=text, hint="pass the same parameters and together="))
@@ -307,9 +307,9 @@ def _install_in_shards(block: Block, optimizer: Optimizer, state: Mapping[str, E
             if torch.is_tensor(value) and value.dim():
                 wanted = local_tensor(parameter).shape
                 if local_tensor(value).shape != wanted:
-                    found = f"{key} of {tuple(local_tensor(value).shape)}, the shard is of {tuple(wanted)}"
+                    reason = f"{key} of {tuple(local_tensor(value).shape)}, the shard is of {tuple(wanted)}"
                     hint = "load it by torch.distributed.checkpoint into state_dict(allocate=True)"
-                    raise PlanError(Problem("shape-mismatch", name, found=found, hint=hint))
+                    raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
                 if not hasattr(parameter, "device_mesh"):
                     entry[key] = local_tensor(value)
         if entry:

@@ -84,11 +84,11 @@ def _agreed_gradients(engine: Engine, scaling: Scaling) -> tuple[list[Gradients]
     except Exception as raised:
         error, problems = raised, [*problems, *problems_of(raised)]
     stale = [block.changed(own.local) for block, own in zip(engine.blocks, gradients, strict=False)]
-    found = scaling.found_inf is not None and float(scaling.found_inf) != 0
+    overflows = scaling.found_inf is not None and float(scaling.found_inf) != 0
     values = [_plain(group) for block in engine.blocks for group in block.outer]
     names = [(sorted(own.local), sorted(own.unlike.items())) for own in gradients]
     scale = None if scaling.grad_scale is None else float(scaling.grad_scale)
-    row = _digest(names) + _digest((values, scale)) + bytes([found, any(stale)])
+    row = _digest(names) + _digest((values, scale)) + bytes([overflows, any(stale)])
     lines = [f"gradients {names}", f"hyperparameters {values}"]
     try:
         rows = all_gather_row(members, _START, row, lines, problems)
@@ -133,22 +133,22 @@ def _disagreements(everyone: Sequence[tuple[Any, Any, Any]]) -> list[Problem]:
         for (mine, unlike), (theirs, others) in zip(first[0], other[0], strict=True):
             for name in sorted(set(mine) ^ set(theirs)):
                 has, lacks = (0, rank) if name in mine else (rank, 0)
-                found = f"rank {has} has a gradient, rank {lacks} has none"
+                reason = f"rank {has} has a gradient, rank {lacks} has none"
                 hint = "gradients are None on all ranks or on none: fill the missing ones with zeros"
-                problems.append(Problem("ranks-disagree", name, found=found, hint=hint))
+                problems.append(Problem("ranks-disagree", name, found=reason, hint=hint))
             for name in sorted(dict(set(unlike) ^ set(others))):
-                found = f"gradient of {dict(unlike).get(name)} on rank 0, of {dict(others).get(name)} on rank {rank}"
+                reason = f"gradient of {dict(unlike).get(name)} on rank 0, of {dict(others).get(name)} on rank {rank}"
                 hint = "a gradient has one layout on all ranks"
-                problems.append(Problem("ranks-disagree", name, found=found, hint=hint))
+                problems.append(Problem("ranks-disagree", name, found=reason, hint=hint))
         for number, (mine, theirs) in enumerate(zip(first[1], other[1], strict=True)):
             for key in sorted(dict(set(mine) ^ set(theirs))):
-                found = f"{dict(mine).get(key)} on rank 0, {dict(theirs).get(key)} on rank {rank}"
+                reason = f"{dict(mine).get(key)} on rank 0, {dict(theirs).get(key)} on rank {rank}"
                 hint = "write the same hyperparameters, and call schedulers, on every rank"
-                problems.append(Problem("ranks-disagree", f"param_groups[{number}][{key!r}]", found=found, hint=hint))
+                problems.append(Problem("ranks-disagree", f"param_groups[{number}][{key!r}]", found=reason, hint=hint))
         if first[2] != other[2]:
-            found = f"a loss scale of {first[2]} on rank 0, of {other[2]} on rank {rank}"
+            reason = f"a loss scale of {first[2]} on rank 0, of {other[2]} on rank {rank}"
             hint = "after a step that was skipped, give every rank the least scale: scaler.update(new_scale)"
-            problems.append(Problem("ranks-disagree", "GradScaler", found=found, hint=hint))
+            problems.append(Problem("ranks-disagree", "GradScaler", found=reason, hint=hint))
     return list({(p.code, p.name): p for p in problems}.values())
 
 
@@ -252,8 +252,8 @@ def _step_in_shards(engine: Engine, scaling: Scaling, problems: list[Problem], f
             optimizer.step()
         except Exception as error:
             failures.append(error)
-            found = f"{type(error).__name__}: {_line(error)}"
-            problems.append(Problem("rank-failed", f"in_shards: {type(optimizer).__name__}", found=found, hint=_SEE))
+            reason = f"{type(error).__name__}: {_line(error)}"
+            problems.append(Problem("rank-failed", f"in_shards: {type(optimizer).__name__}", found=reason, hint=_SEE))
 
 
 def _send_back(turn: _Turn) -> dict[str, torch.Tensor]:
@@ -279,13 +279,13 @@ Values = list[dict[str, Any]]
 
 def _hyperparameters(turns: Sequence[_Turn], stepped: Sequence[Sequence[int]]) -> dict[tuple[int, int, int], Values]:
     """Return what optimizers wrote to their groups, by block, family and chunk that this rank stepped."""
-    found: dict[tuple[int, int, int], Values] = {}
+    by_chunk: dict[tuple[int, int, int], Values] = {}
     for number, (turn, chunks) in enumerate(zip(turns, stepped, strict=True)):
         for chunk in chunks:
             family = turn.block.family_of(chunk)
             now = [_written(*pair) for pair in zip(family.optimizers[chunk].param_groups, family.outer, strict=True)]
-            found[number, turn.block.families.index(family), chunk] = now
-    return found
+            by_chunk[number, turn.block.families.index(family), chunk] = now
+    return by_chunk
 
 
 def _written(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,14 +308,14 @@ def _share_hyperparameters(engine: Engine, turns: Sequence[_Turn], mine: Mapping
     everyone = all_gather_objects(engine.members.group, dict(mine), _SUBJECT)
     results: dict[tuple[int, int], Values] = {}
     for (block, family, _), values in [entry for own in everyone for entry in own.items()]:
-        known = results.setdefault((block, family), values)
-        for number, (mine_, other) in enumerate(zip(known, values, strict=True)):
+        first = results.setdefault((block, family), values)
+        for number, (mine_, other) in enumerate(zip(first, values, strict=True)):
             for key in sorted({*mine_, *other}):
                 if repr(mine_.get(key)) != repr(other.get(key)):
-                    found = f"{mine_.get(key)!r} on one owner, {other.get(key)!r} on another"
+                    reason = f"{mine_.get(key)!r} on one owner, {other.get(key)!r} on another"
                     hint = "use an optimizer that updates each tensor from its own gradient and state"
                     raise PlanError(
-                        Problem("not-per-matrix", f"param_groups[{number}][{key!r}]", found=found, hint=hint)
+                        Problem("not-per-matrix", f"param_groups[{number}][{key!r}]", found=reason, hint=hint)
                     )
     for (block, family), values in results.items():
         for outer, now in zip(turns[block].block.families[family].outer, values, strict=True):

@@ -8,12 +8,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from math import prod
 from operator import add
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -731,10 +732,44 @@ def _moves(
                 layout = ShardMapView(layout, route.start, route.shape, (None, *range(len(layout.shape))))
             elif layout.shape != route.shape:
                 layout = ShardMapView(layout, route.start, route.shape)
-            num_bytes = (src.largest + layout.largest) * max(ITEMSIZES[meta.dtype], ITEMSIZES[dtype])
-            plans[same] = make_plan(src, layout, meta.dtype, dtype, bucket_bytes if num_bytes > bucket_bytes else None)
+            plans[same] = _bounded_plan(src, layout, meta.dtype, dtype, bucket_bytes)
         moves.append(TensorMove(route.source, route.target, plans[same], route.unstacked))
     return tuple(moves)
+
+
+def _bounded_plan(src: ShardMap, dst: ShardMap, dtype: str, out_dtype: str, bucket_bytes: int) -> ReshardPlan:
+    """Return the plan of a move; a tensor larger than a bucket moves in rounds."""
+    num_bytes = (src.largest + dst.largest) * max(ITEMSIZES[dtype], ITEMSIZES[out_dtype])
+    return make_plan(src, dst, dtype, out_dtype, bucket_bytes if num_bytes > bucket_bytes else None)
+
+
+@_collections_paused()
+def in_layouts(
+    plan: StateDictPlan,
+    bucket_bytes: int,
+    sources: Mapping[str, ShardMap] = MappingProxyType({}),
+    targets: Mapping[str, ShardMap] = MappingProxyType({}),
+) -> StateDictPlan:
+    """Return the same moves out of other layouts of ``sources``, or into other layouts of ``targets``.
+
+    A load has the readers of a file for its sources, and a save the writers for its targets; both follow from a first
+    plan, with one rank in their place.
+    """
+    plans: dict[object, ReshardPlan] = {}
+    moves = []
+    for move in plan.moves:
+        before, src, dst = move.plan, sources.get(move.source), targets.get(move.target)
+        same = id(before), id(src), id(dst)
+        if same not in plans:
+            src, dst = (
+                side if layout is None else side.of(layout) if isinstance(side, ShardMapView) else layout
+                for side, layout in ((before.src, src), (before.dst, dst))
+            )
+            plans[same] = _bounded_plan(src, dst, before.dtype, before.out_dtype, bucket_bytes)
+        moves.append(move._replace(plan=plans[same]))
+    arriving = {name: (targets.get(name, layout), dtype) for name, (layout, dtype) in plan.targets.items()}
+    outputs = arriving if plan.outputs is plan.targets else plan.outputs
+    return replace(plan, moves=tuple(moves), buckets=_buckets(moves, bucket_bytes), targets=arriving, outputs=outputs)
 
 
 def _merge(

@@ -33,13 +33,10 @@ from shard_spec.apply.tensors import (
     LocalParameter,
     TensorAction,
     action_of,
-    missing_values,
-    replacing_problems,
     sharding_info,
     tensor_at,
 )
 from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, source_problems, take
-from shard_spec.distributed.parameter_format import ParameterFormat, choose_format
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import ReplicateSpec
@@ -168,11 +165,7 @@ def apply_plan(
         return actions, None if source == "scatter" else stage(call, actions)
 
     actions, staged = on_all_ranks(meeting, "apply", planned, lambda plan_and_shards: plan_and_shards[0].lines)
-    with undone_on_failure() as log:
-        staged = stage(call, actions) if staged is None else staged
-        replaced = run_sharders(module, actions, meeting, log) if actions.sharders else {}  # first: they may raise
-        installed = install(call, actions, staged, replaced, log)
-    return ShardHandle(plan, actions, module, meeting, installed)
+    return carry_out(call, plan, actions, staged)
 
 
 @dataclass(frozen=True)
@@ -186,6 +179,34 @@ class Call:
     src_rank: int = 0
     init: Initializer | None = None
     seed: int = 0
+
+
+Finish: TypeAlias = Callable[[Installed, dict[str, nn.Module], UndoLog], object]
+
+
+def carry_out(
+    call: Call,
+    plan: PlanContent,
+    actions: ExecutionPlan,
+    staged: list[torch.Tensor] | None = None,
+    finish: Finish | None = None,
+) -> ShardHandle:
+    """Make the shards, run Sharders, and put all in place: everything or nothing.
+
+    Args:
+        call: The arguments of the call.
+        plan: The plan, for the handle.
+        actions: What all ranks have agreed on.
+        staged: This rank's shards, if they are made already.
+        finish: Adds forwards and hooks at the end, with the modules that Sharders replaced.
+    """
+    with undone_on_failure() as log:
+        staged = stage(call, actions) if staged is None else staged
+        replaced = run_sharders(call.module, actions, call.group, log) if actions.sharders else {}  # they may raise
+        installed = install(call, actions, staged, replaced, log)
+        if finish is not None:
+            finish(installed, replaced, log)
+    return ShardHandle(plan, actions, call.module, call.group, installed)
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------
@@ -211,22 +232,21 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
         if layout is None:
             continue  # taken by a Sharder
         tensor = tensor_at(module, name)
-        problems += replacing_problems(tensor, name)
         if tensor.is_complex() and tensor.requires_grad and {-1, tensor.ndim - 1} & {*layout.sharded_axes.values()}:
             text = "complex, and sharded in its last dim: torch's Adam writes to a copy"
             problems.append(Problem("unsupported-tensor", name, found=text, hint="shard another dim"))
-        problems += missing_values(tensor, name, source == "local" or (source == "scatter" and me == call.src_rank))
         for alias in () if layout.is_replicated else metadata.aliases:
             owner = module.get_submodule(alias.rpartition(".")[0])
             if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.scale_grad_by_freq:
                 # DTensor divides by the counts of a part of the ids.
                 hint = "turn the option off, leave the table replicated, or use shard_module"
                 problems.append(Problem("unsupported-option", alias, found="scale_grad_by_freq, sharded", hint=hint))
-        outcome: Layout | ParameterFormat | Problem = on_mesh(layout, spec, name)
-        if isinstance(outcome, Layout):
-            tensors.append(action_of(tensor, metadata, outcome))
-            outcome = choose_format(outcome, metadata.shape, name, local=True, strided=True)
-        problems += [outcome] if isinstance(outcome, Problem) else []
+        bound = on_mesh(layout, spec, name)
+        own = None if isinstance(bound, Problem) else bound
+        needed = source == "local" or (source == "scatter" and me == call.src_rank)
+        action, wrong = action_of(tensor, metadata, own, replaces=True, needs_values=needed, local=True)
+        problems += [*wrong, bound] if isinstance(bound, Problem) else wrong
+        tensors.append(action)
         if source != "scatter":
             compared[name] = tensor
     raise_problems(merged_problems(tuple(dict.fromkeys(problems)), len(resolution.layouts)) if problems else ())
@@ -315,8 +335,8 @@ def stage(call: Call, actions: ExecutionPlan) -> list[torch.Tensor]:
             staged.append(local)
             continue
         mesh = call.mesh_of(layout)
-        expression = choose_format(layout, action.shape, action.names[0], local=True, strided=True)
-        assert isinstance(expression, ParameterFormat)  # planned
+        expression = action.format
+        assert expression is not None  # planned
         placements, is_parameter = expression.placements, action.kind == "parameter"
         if expression.kind == "local":
             local = LocalParameter(local, action.requires_grad) if is_parameter else local

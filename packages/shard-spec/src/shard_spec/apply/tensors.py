@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import Problem
 from shard_spec._shared.sharding_info import Section, ShardingInfo
-from shard_spec.distributed.parameter_format import GroupRef, ParameterFormat
+from shard_spec.distributed.parameter_format import GroupRef, ParameterFormat, choose_format
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import TensorMetadata
 from shard_spec.specs import ShardingSpec
@@ -34,6 +34,7 @@ class TensorAction:
     dtype: torch.dtype
     requires_grad: bool
     layout: Layout | None  # None: it stays whole and gets the source's values
+    format: ParameterFormat | None = None  # of the layout
 
     @property
     def line(self) -> str:
@@ -64,17 +65,38 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) or hasattr(tensor, "_sharding_info")
 
 
-def action_of(tensor: torch.Tensor, metadata: TensorMetadata, layout: Layout | None) -> TensorAction:
-    """Return the action that puts ``tensor`` into ``layout``."""
+def action_of(
+    tensor: torch.Tensor,
+    metadata: TensorMetadata,
+    layout: Layout | None,
+    *,
+    replaces: bool,
+    needs_values: bool,
+    local: bool = False,
+) -> tuple[TensorAction, list[Problem]]:
+    """Return the action that puts ``tensor`` into ``layout``, and the reasons against it.
+
+    Args:
+        tensor: As it is in the module.
+        metadata: Its names and global shape.
+        layout: None: it stays whole.
+        replaces: Another tensor takes its place.
+        needs_values: Its values on this rank count.
+        local: Allow formats that a forward on DTensors alone cannot take: local shards and strided ones.
+    """
+    name, problems = metadata.name, []
+    if replaces:
+        problems += replacing_problems(tensor, name)
+    if needs_values and tensor.is_meta:
+        hint = "load values first, or use source='meta' of plan.apply; only the source rank needs values of its own"
+        problems.append(Problem("no-data", name, found="a meta tensor where values are needed", hint=hint))
+    chosen = None if layout is None else choose_format(layout, metadata.shape, name, local=local, strided=local)
+    if isinstance(chosen, Problem):
+        problems.append(chosen)
+        chosen = None
     grad = bool(tensor.requires_grad)
-    return TensorAction(metadata.aliases, metadata.kind, metadata.shape, tensor.dtype, grad, layout)
-
-
-def missing_values(tensor: torch.Tensor, name: str, needed: bool) -> list[Problem]:
-    """Return the problem of a meta tensor whose values are needed."""
-    hint = "load values first, or use source='meta' of plan.apply; only the source rank needs values of its own"
-    reason = "a meta tensor where values are needed"
-    return [Problem("no-data", name, found=reason, hint=hint)] if needed and tensor.is_meta else []
+    action = TensorAction(metadata.aliases, metadata.kind, metadata.shape, tensor.dtype, grad, layout, chosen)
+    return action, problems
 
 
 def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:

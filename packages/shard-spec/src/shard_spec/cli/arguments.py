@@ -60,3 +60,14 @@ def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"dtype": arguments.dtype, "checkpointing": arguments.checkpointing}
     options["loss"] = None if arguments.loss == "none" else arguments.loss or "causal-lm"
     return options | {"data_axes": data_axes_of(arguments), "accumulate": arguments.accumulate}
+
+
+def optimizer_of(arguments: argparse.Namespace) -> Any:
+    """Return the optimizer: a name, or a mapping from patterns of parameters to names."""
+    given: list[str] = arguments.optimizer or ["adamw"]
+    pairs = [text.rpartition("=") for text in given]
+    if len(given) == 1 and not pairs[0][1]:
+        return given[0]
+    if not all(pattern and name for pattern, _, name in pairs):
+        raise UsageError("--optimizer: one NAME, or PATTERN=NAME for each group, for example '**.weight=whole-muon'")
+    return {pattern: name for pattern, _, name in pairs}

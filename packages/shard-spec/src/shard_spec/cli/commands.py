@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.cli.arguments import batch_of, data_axes_of, limit_of, load, step_options, topology_of
+from shard_spec.cli.arguments import (
+    batch_of,
+    data_axes_of,
+    limit_of,
+    load,
+    optimizer_of,
+    step_options,
+    topology_of,
+)
 from shard_spec.cli.search import run_search as run_search
 from shard_spec.cli.sources import load_model, read_text
 from shard_spec.cli.usage import UsageError
@@ -92,7 +100,8 @@ def _planned(
         raise UsageError(f"a planner reads modules, a safetensors file has tensors alone: {hint}")
     names = arguments.planner.split("+")  # composed in this order
     if names == ["auto"]:
-        names = [name for name, axis in (("megatron", "tp"), ("expert", "ep")) if axis in mesh.axis_names]
+        by_axis = ("stage", "pp"), ("megatron", "tp"), ("expert", "ep")
+        names = [name for name, axis in by_axis if axis in mesh.axis_names]
         names += ["fsdp"] if _data_axis(arguments, mesh) else []
         by_role = {axis: _role(arguments, axis) for axis in mesh.axis_names}
         unused = [axis for axis, role in by_role.items() if axis != "tp" and role not in (*DATA_ROLES, "stage")]
@@ -103,13 +112,15 @@ def _planned(
     for name in names:
         if name == "megatron":
             plans.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
+        elif name == "stage":
+            plans.append(planners.StagePlanner(mesh, "pp" if "pp" in mesh.axis_names else mesh.axis_names[0]))
         elif name == "expert":
             plans.append(planners.ExpertParallelPlanner(mesh, "ep" if "ep" in mesh.axis_names else mesh.axis_names[-1]))
         elif name == "fsdp":
             plans.append(planners.FullyShardPlanner(mesh, _data_axis(arguments, mesh) or mesh.axis_names[0]))
         else:
             raise UsageError(
-                f"no planner {name!r}: megatron, expert, fsdp, or auto; OptimalPlanner is called from Python"
+                f"no planner {name!r}: megatron, expert, stage, fsdp, or auto; OptimalPlanner is called from Python"
             )
     planner = plans[0] if len(plans) == 1 else planners.compose(*plans)
     plan = planner.build_plan(model)
@@ -213,16 +224,20 @@ def _costs_of(
         reason = "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"
     elif batch is not None:
         try:
-            return *plan.cost(model, batch, optimizer=arguments.optimizer, topology=topology, **options), ""
+            return *plan.cost(model, batch, optimizer=optimizer_of(arguments), topology=topology, **options), ""
         except Exception as error:  # a forward of other inputs; the report is valid without it
             if isinstance(error, PlanError) and any(problem.code != "unverified" for problem in error.problems):
                 raise  # wrong options: no report without them
             line = (str(error).splitlines() or [""])[0][:200]  # torch's errors have many lines
             reason = f"activations are not counted: forward on token ids {arguments.batch}: "
             reason += f"{type(error).__name__}: {line}"
-    memory = plan.memory(model, optimizer=arguments.optimizer, **options)
+    memory = plan.memory(model, optimizer=optimizer_of(arguments), **options)
     try:
-        return memory, plan.communication(model, topology=topology, **options), reason
+        return (
+            memory,
+            plan.communication(model, optimizer=optimizer_of(arguments), topology=topology, **options),
+            reason,
+        )
     except PlanError as error:
         if any(problem.code != "mesh-mismatch" for problem in error.problems):
             raise

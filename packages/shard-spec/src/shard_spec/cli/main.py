@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = _add(commands, "plan", "make a plan for a model and print its cost")
     plan.add_argument("model")
     plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8")
-    planners = "megatron, expert, fsdp, joined by +, or auto: megatron on axis tp, expert on ep, fsdp on fsdp or dp"
+    planners = "stage, megatron, expert, fsdp, joined by +, or auto: by the axes pp, tp, ep, and fsdp or dp"
     plan.add_argument("--planner", default="auto", help=planners)
     plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     _costs(plan)
@@ -108,7 +108,10 @@ def _costs(parser: argparse.ArgumentParser, *, page: bool = True) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     if page:
         parser.add_argument("--html", metavar="FILE", help="write a page with pictures there")
-    parser.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, momentum, mixed-adamw, none, ...")
+    names = (
+        "adamw (default), sgd, mixed-adamw, whole-muon, none, ...; or PATTERN=NAME, once for each group of parameters"
+    )
+    parser.add_argument("--optimizer", action="append", metavar="NAME", help=names)
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
     plain = "count plain weights where a config has a quantization_config: a model that is dequantised for training"
     parser.add_argument("--dequantize", action="store_true", help=plain)

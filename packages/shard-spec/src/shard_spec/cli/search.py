@@ -11,7 +11,8 @@ from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError
-from shard_spec.cli.arguments import batch_of, limit_of, load, step_options, topology_of
+from shard_spec._shared.progress import each_shown
+from shard_spec.cli.arguments import batch_of, limit_of, load, optimizer_of, step_options, topology_of
 from shard_spec.cli.usage import UsageError
 from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec
@@ -55,7 +56,9 @@ def run_search(arguments: argparse.Namespace) -> int:
     model = load(arguments)
     if not isinstance(model, nn.Module):
         raise UsageError("a planner reads modules, a safetensors file has tensors alone: name a config.json or a model")
-    rows = sorted((_cost(model, *each, arguments) for each in _combinations(arguments.ranks)), key=_rank)
+    combinations = _combinations(arguments.ranks)
+    shown = each_shown("search", combinations, len(combinations), lambda each: f"{each[1]} on {each[0]}")
+    rows = sorted((_cost(model, *each, arguments) for each in shown), key=_rank)
     fits = any(row.fits is not False and row.peak_bytes is not None for row in rows)
     if arguments.json:
         print(json.dumps({"ranks": arguments.ranks, "candidates": [asdict(row) for row in rows]}, indent=1))
@@ -103,14 +106,14 @@ def _cost(model: nn.Module, axes: dict[str, int], planner: str, arguments: argpa
         if "tp" in axes and "tp" not in sharding:
             return Candidate(text, planner, refused=f"no tensor that tp={axes['tp']} could shard")
         memory = plan.memory(
-            model, optimizer=arguments.optimizer, dtype=arguments.dtype, data_axes=options["data_axes"]
+            model, optimizer=optimizer_of(arguments), dtype=arguments.dtype, data_axes=options["data_axes"]
         )
         if limit is not None and memory.max_bytes > limit:  # before a step is simulated
             return Candidate(text, planner, memory.max_bytes, fits=False)
         if batch is None:
-            moved = plan.communication(model, topology=topology, **options)
+            moved = plan.communication(model, optimizer=optimizer_of(arguments), topology=topology, **options)
         else:
-            memory, moved = plan.cost(model, batch, optimizer=arguments.optimizer, topology=topology, **options)
+            memory, moved = plan.cost(model, batch, optimizer=optimizer_of(arguments), topology=topology, **options)
     except PlanError as error:
         if any(problem.code not in ("does-not-divide", "conflicting-arguments") for problem in error.problems):
             raise
@@ -155,9 +158,6 @@ def _verdict(rows: list[Candidate], arguments: argparse.Namespace) -> str:
         return f"nothing fits: the least is {size} with {least.planner} on {least.mesh}; try {ways}"
     counted = "" if arguments.batch else "; activations are not counted: pass --batch"
     by = "time" if good[0].seconds else "bytes sent"
-    mesh = good[0].mesh.replace(" ", "")
-    return f"first by {by}: shard-spec plan {arguments.model} --mesh {mesh}{_named(good[0])}{counted}"
-
-
-def _named(row: Candidate) -> str:
-    return "" if row.planner == "replicate" else f" --planner {row.planner}"
+    mesh, planner = good[0].mesh.replace(" ", ""), good[0].planner
+    named = "" if planner == "replicate" else f" --planner {planner}"
+    return f"first by {by}: shard-spec plan {arguments.model} --mesh {mesh}{named}{counted}"

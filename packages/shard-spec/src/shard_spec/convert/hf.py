@@ -21,7 +21,7 @@ from shard_spec.convert.parallelize import (
 )
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import REPLICATE, PlacementLike, PlacementSpec
+from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
@@ -81,7 +81,7 @@ def from_hf_tp_plan(
             problems.append(not_expressible(key, f"style {style!r}", hint))
     raise_problems(problems, "the tp_plan has styles that a sharding plan cannot express")
     used: set[str] = set()
-    values: dict[str, str | None] = {}  # by each name: those of one tensor may differ, which validate() reports
+    values: dict[str, Layout | None] = {}  # by each name: those of one tensor may differ, which validate() reports
     for tensor in metadata.parameters:
         for alias in tensor.aliases:
             name = generic_name(alias)
@@ -92,12 +92,12 @@ def from_hf_tp_plan(
                 continue
             used.add(key)  # unused entries are errors
             spec = {**_STYLES, **_FORWARD_STYLES}[styles[key]][min(len(tensor.shape), 2) - 1]  # by number of dims
-            values[alias] = str(Layout(mesh, {axis: spec}))
+            values[alias] = Layout(mesh, {axis: spec})
     output = {}
     generic = {path: generic_name(path) for path in metadata.modules}
     for path, name in generic.items():
         if styles.get(name) in _GATHERS:
-            output[path] = str(Layout.replicated(mesh))  # forward gathers the output
+            output[path] = Layout.replicated(mesh)  # forward gathers the output
     used |= {key for key in styles if key in generic.values()}
     hint, reason = "a config's base_model_tp_plan needs prefix='model.'", "no module or parameter has this name"
     unused = [Problem("unmatched-pattern", key, found=reason, hint=hint) for key in styles if key not in used]
@@ -186,10 +186,10 @@ def from_distributed_config(config: object, module: nn.Module) -> tuple[dict[str
     for tensor in metadata.parameters:
         # FSDP2 shards dim 0 after tp; experts are sharded by their group first, then over its copies.
         order = ["tp", *(("fsdp", "efsdp", "ep") if tensor.shape else ())]
-        cuts: dict[str, PlacementLike] = {**dict.fromkeys(order, "S(0)"), "tp": along_tp[tensor.name].specs[0]}
+        cuts: dict[str, PlacementSpec] = {**dict.fromkeys(order, ShardSpec(0)), "tp": along_tp[tensor.name].specs[0]}
         by_group = any(experts.get(generic_name(alias)) == "grouped_gemm" for alias in tensor.aliases)
         if by_group:
-            order, cuts = ["ep", "tp", "efsdp", "fsdp"], dict.fromkeys(("ep", "tp", "efsdp", "fsdp"), "S(0)")
+            order, cuts = ["ep", "tp", "efsdp", "fsdp"], dict.fromkeys(("ep", "tp", "efsdp", "fsdp"), ShardSpec(0))
         layouts[tensor.name] = _in_order(mesh, cuts, order)
         if "ep" in mesh.axis_names and not by_group:
             wanted = _in_order(dense, {name: cuts[name] for name in ("tp", "fsdp") if name in cuts}, ["tp", "fsdp"])
@@ -201,7 +201,7 @@ def from_distributed_config(config: object, module: nn.Module) -> tuple[dict[str
     return layouts, {axis: roles[axis] for axis in mesh.axis_names}
 
 
-def _in_order(mesh: MeshSpec, cuts: Mapping[str, PlacementLike], order: Sequence[str]) -> Layout:
+def _in_order(mesh: MeshSpec, cuts: Mapping[str, PlacementSpec], order: Sequence[str]) -> Layout:
     """Return the layout of those axes that ``mesh`` has, first to last in ``order``."""
     layout = Layout(mesh, {axis: cut for axis, cut in cuts.items() if axis in mesh.axis_names})
     return Layout(mesh, layout.specs, [axis for axis in order if axis in layout.sharded_axes])

@@ -24,6 +24,7 @@ from shard_spec.layout.placements import (
     PlacementSpec,
     ShardSpec,
     SpecialShard,
+    StageShard,
     UnevenShard,
     to_placement,
 )
@@ -193,6 +194,7 @@ _WHY: dict[type, str] = {
     UnevenShard: "a DTensor shards as torch.chunk does, not in other sizes",
     BlockShard: "a DTensor cannot keep blocks together",
     InterleavedShard: "a DTensor cannot interleave these sections",
+    StageShard: "a DTensor lies on every rank of its mesh; apply the plan of one stage on the mesh of its other axes",
 }
 
 

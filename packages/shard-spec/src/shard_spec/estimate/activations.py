@@ -15,12 +15,13 @@ import functools
 import inspect
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from threading import get_ident
+from types import FunctionType
 from typing import Any, Unpack
 
 import torch
@@ -38,7 +39,7 @@ from shard_spec.estimate.autocast import Autocast
 from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
 from shard_spec.estimate.exchanges import Exchanges
 from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
-from shard_spec.estimate.kernels import copied_operands, flops_of, run_operator
+from shard_spec.estimate.kernels import copied_operands, flops_of, run_operator, uncounted_workspace
 from shard_spec.estimate.roles import (
     Batch,
     expert_modules,
@@ -47,6 +48,7 @@ from shard_spec.estimate.roles import (
     is_token_batch,
     role,
 )
+from shard_spec.estimate.stages import Stages, stages_of, watch_stages
 from shard_spec.estimate.step_options import Loss, StepOptions, policy_of
 from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import ModelMetadata, original_of
@@ -73,6 +75,8 @@ class ActivationEstimate:
         assumptions: Roles of axes that follow from their names alone, a line each.
         to_come: Share of the gradients that backward has yet to make when most bytes are live: 1.0 at the loss of a
             step without accumulation.
+        stage_axis: Mesh axis of pipeline stages; the figures are those of the stage with most; ``""`` without stages.
+        by_stage: The estimate of each stage.
     """
 
     local_bytes: int
@@ -83,6 +87,8 @@ class ActivationEstimate:
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     to_come: float = 0.0
+    stage_axis: str = ""
+    by_stage: tuple[ActivationEstimate, ...] = ()
 
     def __str__(self) -> str:
         text = f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
@@ -100,19 +106,36 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
         notes.append("the forward reads a choice of topk (routing): it counts as even, experts in turn by token")
     if any(each.stored_bytes is not None for each in step.metadata.parameters):
         notes.append("quantised weights: copies that kernels dequantise for a product are not counted")
-    if any(op == "all_to_all" or name == "attention" for _, op, _, name, _ in step.flow.exchanges.collectives):
-        notes.append("buffers of exchanges with experts, and of attention along a context axis, are not counted")
+    if any(op == "all_gather" and name == "attention" for _, op, _, name, *_ in step.flow.collectives):
+        notes.append("keys of all ranks: a mask for a kernel that is not causal by offset is not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
     if on_cpu and (dtype := options.get("dtype")):
         on_cpu = [getattr(torch, dtype)]
     if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
         notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
-    peak, moment, shares, to_come = step.flow.timeline.peak(step.first_of_loss)
+    if on_cpu and step.flow.workspaces:
+        names = ", ".join(sorted(step.flow.workspaces))
+        notes.append(f"not counted: workspace of {names} on CPU; this is a lower bound")
     # Gradients of earlier batches are there, unless they are held in full until the last one; DDP's views always are.
     lasts = options.get("accumulate", 1) > 1 and options.get("sync") != "last"
-    to_come = 0.0 if lasts or options.get("ddp") == "views" else to_come
-    return ActivationEstimate(step.local_bytes, peak, moment, *shares, tuple(notes), step.roles.assumptions, to_come)
+    no_more = lasts or options.get("ddp") == "views"
+
+    def estimate(stage: int) -> ActivationEstimate:
+        peak, moment, shares, to_come = step.flow.timeline.peak(step.first_of_loss, stage)
+        to_come = 0.0 if no_more else to_come
+        local, more = step.local_bytes.get(stage, 0), (tuple(notes), step.roles.assumptions)
+        return ActivationEstimate(local, peak, moment, *shares, *more, to_come)
+
+    if step.stages is None:
+        return estimate(0)
+    saved = human_bytes(max(step.local_bytes.values(), default=0))
+    notes.append(f"{step.stages.axis}: one batch at a time on each stage; for each more in flight add up to {saved}")
+    if step.flow.timeline.gathered:
+        notes.append(f"{step.stages.axis}: layers outside of the blocks count as gathered on the first stage")
+    by_stage = tuple(map(estimate, range(step.stages.count)))
+    fullest = max(by_stage, key=lambda each: each.peak_bytes)
+    return replace(fullest, stage_axis=step.stages.axis, by_stage=by_stage)
 
 
 def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> Step:
@@ -126,17 +149,19 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
         text = f"a {type(module).__name__} has no forward, so its activations are unknown"
         hint = "give a module whose forward calls its parts, or count their forwards one by one"
         raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
-    model_axes, gathers = [axis for axis in mesh.axis_names if axis not in roles.data], loss != "vocab-parallel"
+    model_axes, gathers = list(roles.axes("model")), loss != "vocab-parallel"
     sizes = unit_bytes(resolution, transfers, units, dtype)
     compute = policy["param_dtype"] or dtype
     members = units_of(resolution.metadata, units)
     scattered = {each.name for unit in sizes for each in members[unit]}
-    state, weights = _meta_state(module, resolution, model_axes, compute, gathers=gathers, scattered=scattered)
+    expert_axes = tuple(axis for axis in roles.axes("expert") if mesh.axis_size(axis) > 1)
+    more: dict[str, Any] = {"scattered": scattered, "expert_axes": expert_axes}
+    state, weights = _meta_state(module, resolution, model_axes, compute, gathers=gathers, **more)
     devices, lower = {each.device.type for each in module.parameters()}, options.get("autocast")
     autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
     context = tuple(axis for axis in roles.axes("context") if mesh.axis_size(axis) > 1)
-    exchanges = Exchanges(dict(mesh.axes), context, options.get("context", "gather"))
-    flow = _Flow(weights, dict(mesh.axes), gathers, exchanges)
+    flow, kind = _Flow(weights, dict(mesh.axes), gathers), options.get("context", "gather")
+    exchanges = Exchanges(dict(mesh.axes), context, kind, flow.record, flow.bytes_on_rank)
     # all ranks' batch: a data rank gets its share
     arguments, named = flow.values.inputs(forward_inputs(module, batch, mesh, roles))
     # Modules of transformers with this attribute checkpoint their blocks themselves.
@@ -148,6 +173,7 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
     own_batch = tokens if tokens is not None else (arguments, named)
     step = Step(module, flow, loss, own_batch, roles=roles, metadata=resolution.metadata, autocast=autocast)
+    step.stages = stages_of(resolution)
     blocks = [module.get_submodule(name) for name in block_names(resolution.metadata)]
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
     schedule = Schedule(
@@ -160,12 +186,13 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
         _checkpointed(blocks if checkpointing else []),
         torch.enable_grad(),  # also under the caller's no_grad
         on_every_operator(flow.run),
-        _TorchFunctions(flow, autocast),
+        _TorchFunctions(flow, autocast, exchanges),
         FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
     ):
         handles = flow.sum_experts(module, resolution)
-        expert_axes = tuple(axis for axis in roles.axes("expert") if mesh.axis_size(axis) > 1)
-        handles += exchanges.watch_experts(module, resolution, expert_axes, flow.timeline.in_backward)
+        handles += exchanges.watch_experts(module, resolution, expert_axes)
+        if step.stages is not None:
+            handles += watch_stages(module, step.stages, flow.timeline.enter, flow.record, flow.timeline.in_backward)
         try:
             torch.func.functional_call(step, _by_place(module, state), (arguments, named), tie_weights=False)
         except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -195,7 +222,8 @@ class Step(nn.Module):
         super().__init__()
         self.model = model
         self.notes: list[str] = []
-        self.local_bytes = 0
+        self.local_bytes: dict[int, int] = {}  # by stage; all of them on stage 0 without stages
+        self.stages: Stages | None = None
         self.first_of_loss: int | None = None  # allocation of the logits
         self.flow = flow
         self.roles = roles
@@ -204,22 +232,24 @@ class Step(nn.Module):
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         flow, timeline = self.flow, self.flow.timeline
-        storages: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if memory_of(tensor) not in flow.weights:  # parameters are counted elsewhere
-                storages[memory_of(tensor)] = tensor.untyped_storage()
+                storages[memory_of(tensor)] = tensor.untyped_storage(), timeline.stage
             return tensor
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = self.model(*arguments, **named)
         # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
         returned = {memory_of(tensor) for tensor in tensors_of(output, set())}
-        sizes = {memory: flow.local_bytes(memory, storage) for memory, storage in storages.items()}
+        sizes = {memory: (flow.local_bytes(memory, storage), at) for memory, (storage, at) in storages.items()}
         for memory, allocation in flow.alive.items():
             if memory not in returned and allocation not in timeline.gathered:
-                sizes.setdefault(memory, timeline.sizes[allocation])  # setdefault: hooks' entries win
-        self.local_bytes = sum(sizes.values())
+                own = timeline.sizes[allocation], timeline.stage_of[allocation]
+                sizes.setdefault(memory, own)  # setdefault: hooks' entries win
+        for size, stage in sizes.values():
+            self.local_bytes[stage] = self.local_bytes.get(stage, 0) + size
         storages.clear()  # only the step itself may keep memory alive
         # Scores over a vocabulary: the field ``logits``, or a 3-d output as wide as an embedding table.
         tables = {each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding)}
@@ -274,6 +304,8 @@ class _Timeline:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # local bytes by allocation
+        self.stage = 0  # pipeline stage that runs
+        self.stage_of: list[int] = []  # by allocation
         self.lasting: set[int] = set()  # gradients: they stay after the step, and the exact count has them
         self.gathered: set[int] = set()  # of FSDP2's groups
         self._events: list[tuple[int, int]] = []  # (allocation, +1 or -1)
@@ -285,8 +317,14 @@ class _Timeline:
     def in_backward(self) -> bool:
         return "backward" in self._begins
 
+    def enter(self, stage: int) -> int:
+        """Make ``stage`` the one that runs, and return the one before."""
+        before, self.stage = self.stage, stage
+        return before
+
     def allocate(self, size: int) -> int:
         self.sizes.append(size)
+        self.stage_of.append(self.stage)
         self._events.append((len(self.sizes) - 1, 1))
         return len(self.sizes) - 1
 
@@ -297,8 +335,8 @@ class _Timeline:
         """Record bytes of gradients that stay until the end."""
         self.lasting.add(self.allocate(size))
 
-    def peak(self, logits: int | None) -> tuple[int, str, tuple[int, int], float]:
-        """Return the most live bytes beside gradients, their moment, and shares: loss with logits, gathered layers.
+    def peak(self, logits: int | None, stage: int) -> tuple[int, str, tuple[int, int], float]:
+        """Return a stage's most bytes beside gradients, their moment, and shares: loss with logits, gathered layers.
 
         Allocations from that of the logits until backward passes it belong to the loss. The last share is that of the
         gradients which are not there yet when most bytes are live, gradients among them.
@@ -312,6 +350,8 @@ class _Timeline:
         peak, at_peak = [0, 0, 0], 0
         gradients = most = 0  # gradients now; most live bytes with them
         for at, (allocation, sign) in enumerate(self._events):
+            if self.stage_of[allocation] != stage:
+                continue
             if allocation in self.lasting:
                 gradients += self.sizes[allocation] * (sign > 0)
                 most = max(most, live[0] + gradients)
@@ -335,21 +375,11 @@ class _TorchFunctions(TorchFunctionMode):
     Integer lists that index a tensor keep their values.
     """
 
-    def __init__(self, flow: _Flow, autocast: Autocast) -> None:
+    def __init__(self, flow: _Flow, autocast: Autocast, exchanges: Exchanges) -> None:
         super().__init__()
         # On the meta device torch would pick its unfused formula, which saves every score.
-        self._flow, self._autocast, self._thread = flow, autocast, get_ident()
-
-    def __enter__(self) -> Any:
-        # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one), but these
-        # look the name up in their module.
-        self._unfused = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = self._attention  # type: ignore[assignment]  # undone in __exit__
-        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
-
-    def __exit__(self, *error: Any) -> None:
-        functional.scaled_dot_product_attention = self._unfused
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        self._flow, self._autocast, self._exchanges = flow, autocast, exchanges
+        self._has_efficient = autocast.device != "cpu"  # kernels for values of another size than keys
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and args[0].is_meta:
@@ -364,8 +394,11 @@ class _TorchFunctions(TorchFunctionMode):
         if func is torch.Tensor.to and memory_of(args[0]) in self._flow.values.host:
             back = func(*args, **(kwargs or {}))  # on the accelerator again, in new memory
             return back.clone() if memory_of(back) == memory_of(args[0]) else back
+        if func in (functional.multi_head_attention_forward, torch.autograd.backward):
+            with self:  # a mode does not see what torch's Python functions call: attention, recomputation in backward
+                return _seen_inside(func)(*args, **(kwargs or {}))
         args, kwargs = self._autocast.arguments(getattr(func, "__name__", ""), args, kwargs or {})
-        return (self._attention if func is self._unfused else func)(*args, **kwargs)
+        return (self._attention if func is functional.scaled_dot_product_attention else func)(*args, **kwargs)
 
     def _index(self, index: Any) -> Any:
         listed = isinstance(index, list) and index and all(type(at) is int for at in index)
@@ -383,25 +416,35 @@ class _TorchFunctions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,  # the kernel reads shared heads in place
     ) -> torch.Tensor:
-        if get_ident() != self._thread:  # another thread's forward keeps its kernel
-            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-            return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        (query, key, value), _ = self._autocast.arguments("scaled_dot_product_attention", (query, key, value), {})
-        again = self._flow.timeline.in_backward()
-        self._flow.exchanges.of_attention(query, key, value, self._flow.bytes_on_rank, again)
-        equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        # Torch broadcasts one head over many in the unfused formula only.
-        equal = equal and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
-        if dropout_p or not equal or (attn_mask is not None and attn_mask.requires_grad):
-            options = {"scale": scale, "enable_gqa": enable_gqa}
-            return self._unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = attn_mask.to(query.dtype)  # the kernel adds it, and saves it in the dtype of the scores
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-        )
-        output: torch.Tensor = attention[0]
-        return output
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            equal = q.dim() == 4 and q.shape[-1] == k.shape[-1] == v.shape[-1]
+            # Torch broadcasts one head over many in the unfused formula only.
+            equal = equal and (enable_gqa or q.shape[:2] == k.shape[:2] == v.shape[:2])
+            alike = q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
+            if self._has_efficient and alike and not (equal or dropout_p or mask is not None):  # values of another size
+                efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+                result: torch.Tensor = efficient(q, k, v, None, True, 0.0, is_causal, scale=scale)[0]
+                return result
+            if dropout_p or not equal or (mask is not None and mask.requires_grad):
+                unfused = functional.scaled_dot_product_attention
+                return unfused(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            if mask is not None and mask.dtype == torch.bool:
+                mask = mask.to(q.dtype)  # the kernel adds it, and saves it in the dtype of the scores
+            results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+            )
+            output: torch.Tensor = results[0]
+            return output
+
+        return self._exchanges.attend(query, key, value, attn_mask, attention)
+
+
+def _seen_inside(function: Any) -> Any:
+    """Return a copy of one of torch's Python functions that runs its own code even while a mode is active."""
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 @contextmanager
@@ -430,6 +473,7 @@ class _Weight:
     other: frozenset[str]  # of no use that is known
     is_weight: bool  # a matrix, not a bias
     scattered: bool  # FSDP2 scatters its gradient
+    blocks: int  # of experts on different ranks: the gradient of each lies on its own
 
 
 _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default)
@@ -565,13 +609,12 @@ class _Values:
 class _Flow:
     """Track, memory by memory, the sharding axes and lifetime of each result."""
 
-    def __init__(
-        self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool, exchanges: Exchanges
-    ) -> None:
+    def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool) -> None:
         self.weights = weights  # by memory of a parameter or buffer
-        self.flops = 0  # of products, on one rank
+        self.flops = Counter[int]()  # of products on one rank, by stage
         self._gathers = gathers  # scores over a sharded vocabulary
-        self.exchanges = exchanges
+        self.collectives: list[tuple[str, str, str, str, int, int]] = []  # of `record`, with the stage
+        self.workspaces: set[str] = set()  # operators whose kernels on a CPU allocate more than is counted
         self.timeline = _Timeline()
         self.alive: dict[int, int] = {}  # memory -> allocation
         self._axes = axes
@@ -598,6 +641,8 @@ class _Flow:
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator, and record its results beside the copies that its kernel makes of operands."""
+        if name := uncounted_workspace(operator, args):
+            self.workspaces.add(name)
         copies = [self.timeline.allocate(self.bytes_on_rank(each)) for each in copied_operands(operator, args)]
         result = self._observe(operator, args, kwargs)
         if flops := flops_of(operator, args, kwargs, result):
@@ -607,9 +652,7 @@ class _Flow:
                 *(self._cut.get(memory, frozenset()) for memory in memories),
                 *(each.column | each.row | each.ends | each.other for each in weights),
             )
-            # A rank's queries meet the keys of all ranks along context axes.
-            ranks = self.exchanges.context_ranks if "attention" in str(operator) else 1
-            self.flops += ranks * flops // prod(self._axes[axis] for axis in axes)
+            self.flops[self.timeline.stage] += flops // prod(self._axes[axis] for axis in axes)
         for copy in copies:
             self.timeline.free(copy)
         return result
@@ -681,8 +724,11 @@ class _Flow:
 
     def communicate(self, axis: str, op: str, what: str, name: str, tensor: torch.Tensor) -> None:
         """Record a collective whose result is ``tensor``."""
-        size = self.local_bytes(memory_of(tensor), tensor.untyped_storage())
-        self.exchanges.collectives.append((axis, op, what, name, size))
+        self.record(axis, op, what, name, self.local_bytes(memory_of(tensor), tensor.untyped_storage()))
+
+    def record(self, axis: str, op: str, what: str, name: str, size: int) -> None:
+        """Record a collective of the stage that runs."""
+        self.collectives.append((axis, op, what, name, size, self.timeline.stage))
 
     def sum_experts(self, module: nn.Module, resolution: Resolution) -> list[Any]:
         """Sum outputs, and gradients of inputs, of modules with several experts in one parameter. Return the hooks."""
@@ -726,6 +772,8 @@ class _Flow:
             return  # the exact count has none: it stays among the activations
         memory, weight = memory_of(parameter.grad), self.weights[memory_of(parameter)]
         allocation = self.alive.get(memory, -1)
+        if weight.blocks > 1:
+            self.timeline.sizes[allocation] = parameter.grad.nbytes // weight.blocks
         if weight.scattered:
             self.timeline.gathered.add(allocation)
         else:
@@ -733,7 +781,7 @@ class _Flow:
         own = weight.column | weight.row | weight.ends | weight.other
         for axis in self._cut.get(memory, frozenset()) - own:  # a full parameter used on shards (norms of heads)
             self.timeline.sizes[allocation] = parameter.grad.nbytes
-            self.exchanges.collectives.append((axis, "all_reduce", "gradients", weight.name, parameter.grad.nbytes))
+            self.record(axis, "all_reduce", "gradients", weight.name, parameter.grad.nbytes)
 
     def _note(self, storage: torch.UntypedStorage, memory: int, axes: frozenset[str]) -> None:
         """Record a result: of new memory, or of live memory (a view, an in-place result)."""
@@ -776,6 +824,7 @@ def _meta_state(
     *,
     gathers: bool,
     scattered: set[str],
+    expert_axes: tuple[str, ...],
 ) -> tuple[dict[str, torch.Tensor], dict[int, _Weight]]:
     """Return parameters and buffers on meta, and the axes that shard each one.
 
@@ -807,6 +856,9 @@ def _meta_state(
             end |= kind == "row" and is_embedding(resolution.tensor(name))
             uses["ends" if end else kind].add(axis)
         column, row, ends, other = (frozenset(uses[kind]) for kind in ("column", "row", "ends", "cut"))
-        own = resolution.tensor(name).name
-        weights[memory_of(meta)] = _Weight(own, column, row, ends, other, len(shape) > 1, own in scattered)
+        own, experts = resolution.tensor(name).name, expert_modules(resolution.metadata.parameters)
+        layout = resolution.layouts.get(own) if own.rpartition(".")[0] in experts else None
+        sharded = () if layout is None else layout.sharded_axes
+        blocks = prod(resolution.one_mesh.axis_size(axis) for axis in expert_axes if axis in sharded)
+        weights[memory_of(meta)] = _Weight(own, column, row, ends, other, len(shape) > 1, own in scattered, blocks)
     return state, weights

@@ -47,7 +47,7 @@ class Autocast:
     """
 
     def __init__(self, dtype: torch.dtype | None, device: str) -> None:
-        self._dtype, self._device = dtype, device
+        self._dtype, self.device = dtype, device
         self._weights: dict[int, torch.Tensor] = {}  # memory of a weight -> its cast, kept until autocast ends
 
     def end(self) -> None:
@@ -63,7 +63,7 @@ class Autocast:
         elif dtype is None:
             self._weights.clear()
             return args, kwargs
-        full = _FULL_CPU if (entered or [self._device])[0] == "cpu" else _FULL_CUDA
+        full = _FULL_CPU if (entered or [self.device])[0] == "cpu" else _FULL_CUDA
         wanted = dtype if name in _LOWER else torch.float32 if name in full else None
         if wanted is None:
             return args, kwargs

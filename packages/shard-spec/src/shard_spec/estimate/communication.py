@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec.estimate.activations import Step
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.data_parallel import Transfer, unit_transfers
+from shard_spec.estimate.memory import MemorySettings, owned_matrices
+from shard_spec.estimate.optimizers import OptimizerChoice
 from shard_spec.estimate.roles import expert_modules, uncounted_axes
-from shard_spec.estimate.step_options import StepOptions
+from shard_spec.estimate.stages import Stages, of_fullest_stage, stages_of
+from shard_spec.estimate.step_options import StepOptions, policy_of
 from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.resolve import Resolution
@@ -107,6 +111,7 @@ def communication_of(
     resolution: Resolution,
     step: Step | None,
     options: StepOptions,
+    optimizer: OptimizerChoice,
     *,
     topology: Topology | None = None,
     cost_model: AlphaBetaCostModel | None = None,
@@ -117,6 +122,7 @@ def communication_of(
         resolution: The plan on its model.
         step: Its simulated step; None: activations are not counted.
         options: How the step runs.
+        optimizer: The optimizer, which may exchange gradients and values of its own.
         topology: Machine for times.
         cost_model: Times of collectives and products on it.
     """
@@ -133,10 +139,10 @@ def communication_of(
         lines.append("no batch given: activations are not counted")
     else:
         flow = step.flow
-        for (axis, op, what, name, size), count in Counter(flow.exchanges.collectives).items():
-            if axis in (*model_axes, *roles.axes("expert", "context")) and mesh.axis_size(axis) > 1:
-                uses = count * options.get("accumulate", 1)
-                transfers.append(Transfer(axis, op, what, name, size, uses, mesh.axis_size(axis)))
+        for (axis, op, what, name, size, at), count in Counter(flow.collectives).items():
+            if axis in (*model_axes, *roles.axes("expert", "context", "stage")) and mesh.axis_size(axis) > 1:
+                uses, stage = count * options.get("accumulate", 1), at if step.stages is not None else None
+                transfers.append(Transfer(axis, op, what, name, size, uses, mesh.axis_size(axis), stage))
         experts = expert_modules(resolution.metadata.parameters)
         for axis in model_axes:
             names = [each.name for each in flow.weights.values() if axis in each.other and each.is_weight]
@@ -146,9 +152,18 @@ def communication_of(
                 lines.append(f"{axis}: activations around {names[0]}{more} are not counted: no linear or embedding")
     if sparse := [tensor.name for tensor in resolution.metadata.parameters if tensor.sparse_grad and data]:
         lines.append(f"gradients of sparse tables ({', '.join(sparse[:3])}) are not counted: they depend on the batch")
+    exchanged, remarks = _of_optimizer(resolution, data, options, optimizer)
+    transfers += exchanged
+    lines += remarks
+    if (stages := stages_of(resolution)) is not None:
+        transfers += _sums_of_copies(resolution, stages, options)
+        transfers, fullest = of_fullest_stage(transfers)
+        lines.append(
+            f"{stages.axis}: bytes are those of stage {fullest}, which sends most; products those of the busiest"
+        )
     seconds, compute, flops = None, None, 0
     if step is not None:
-        flops = step.flow.flops * options.get("accumulate", 1)
+        flops = max(step.flow.flops.values(), default=0) * options.get("accumulate", 1)
     if topology is not None:
         model: Any = cost_model or AlphaBetaCostModel()
         seconds = {}
@@ -161,3 +176,38 @@ def communication_of(
         lines.append("tokens travel to experts and back by all-to-all; routing counts as even")
     lines += [*roles.assumptions, *uncounted_axes(mesh, roles, counted)]
     return Communication(mesh, tuple(transfers), seconds, tuple(lines), flops, compute)
+
+
+def _sums_of_copies(resolution: Resolution, stages: Stages, options: StepOptions) -> list[Transfer]:
+    """Return the sums of gradients of tied weights, which lie on several stages."""
+    sums = []
+    dtype = policy_of(options)["reduce_dtype"] or options.get("dtype")
+    for tensor in resolution.metadata.parameters:
+        layout = resolution.layouts.get(tensor.name)
+        if layout is None or not tensor.requires_grad or not (copies := stages.copies(tensor, layout)):
+            continue
+        for stage in (layout.stages[stages.axis], *copies):
+            size = tensor.bytes_of(prod(layout.local_shape(layout.first_rank, tensor.shape)), dtype)
+            sums.append(Transfer(stages.axis, "all_reduce", "gradients", tensor.name, size, 1, 1 + len(copies), stage))
+    return sums
+
+
+def _of_optimizer(
+    resolution: Resolution, data: tuple[str, ...], options: StepOptions, optimizer: OptimizerChoice
+) -> tuple[list[Transfer], list[str]]:
+    """Return the exchanges of an optimizer's step, and lines about them: parameters of ZeRO-1, matrices of owners."""
+    mesh, dtype = resolution.one_mesh, options.get("dtype")
+    transfers, lines = [], []
+    for axis in (axis for axis in data if options.get("zero") and mesh.axis_size(axis) > 1):
+        trained = (each for each in resolution.metadata.parameters if each.requires_grad and each.is_floating)
+        held = ((each, resolution.layouts[each.name]) for each in trained if each.name in resolution.layouts)
+        size = sum(each.bytes_of(prod(at.local_shape(at.first_rank, each.shape)), dtype) for each, at in held)
+        transfers.append(Transfer(axis, "all_gather", "parameters", "", size, 1, mesh.axis_size(axis)))
+    owned = owned_matrices(resolution, MemorySettings(optimizer, True, dtype))
+    if owned is not None and (world := mesh.world_size) > 1:
+        axis = next(name for name, size in mesh.axes.items() if size > 1)
+        for what, total in zip(("gradients", "parameters"), owned.sent, strict=True):
+            # A rank sends the mean of `total`; a full buffer is what that would be a part of.
+            transfers.append(Transfer(axis, "all_to_all", what, "owners", round(total / (world - 1)), 1, world))
+        lines.append(f"matrices on owners: gradients there and values back among all {world} ranks, counted at {axis}")
+    return transfers, lines

@@ -15,7 +15,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.fully_shard import UnitBytes
 from shard_spec.estimate.roles import expert_modules, local_shapes, role
 from shard_spec.estimate.step_options import StepOptions, check_effects, check_options, policy_of
-from shard_spec.layout.placements import SpecialShard
+from shard_spec.layout.placements import SpecialShard, StageShard
 from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution
@@ -27,12 +27,13 @@ class Transfer:
 
     Attributes:
         axis: Mesh axis of the communicating groups.
-        op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+        op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or ``"p2p"`` (to the next stage).
         what: Kind of content: ``"parameters"``, ``"gradients"`` or ``"activations"``.
         name: FQN of the tensor or of the unit's module; ``""`` is the root.
         full_bytes: Bytes of the full buffer of one group: after a gather, before a scatter, in a reduction.
         count: Number of collectives in a step.
         group_size: Ranks in a group.
+        stage: Pipeline stage whose ranks send; None for all.
     """
 
     axis: str
@@ -42,10 +43,13 @@ class Transfer:
     full_bytes: int
     count: int
     group_size: int
+    stage: int | None = None
 
     @property
     def sent_bytes(self) -> float:
         """Bytes sent by each rank in the step, at a ring's minimum."""
+        if self.op == "p2p":
+            return float(self.count * self.full_bytes)
         passes = 2 if self.op == "all_reduce" else 1  # reduce-scatter, then all-gather
         return self.count * passes * self.full_bytes * (self.group_size - 1) / self.group_size
 
@@ -101,14 +105,15 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
     experts = expert_modules(resolution.metadata.parameters)
     transfers: list[Transfer] = []
     for unit, tensors in units_of(resolution.metadata, units).items():
-        sums: dict[tuple[str, str, str], int] = {}
+        sums: dict[tuple[str, str, str, int | None], int] = {}
         for tensor in tensors:
             layout = resolution.layouts.get(tensor.name)
             if layout is None:  # a Sharder's
                 continue
             # Of plain chunks rank 0 has the most elements.
-            special = any(isinstance(spec, SpecialShard) for spec in layout.specs)
-            first = prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape))
+            special = any(isinstance(spec, SpecialShard) and not isinstance(spec, StageShard) for spec in layout.specs)
+            first = prod(layout.local_shape(layout.first_rank, tensor.shape))
+            stage = next(iter(layout.stages.values()), None)
             numel = max(map(prod, local_shapes(layout, tensor.shape))) if special else first
             # experts stay on their expert axis: tokens travel
             stays = roles.axes("expert") if tensor.name.rpartition(".")[0] in experts else ()
@@ -119,7 +124,8 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
                 size = tensor.bytes_of(numel, compute)
                 reduced = tensor.bytes_of(numel, reduce)
                 if is_whole and trains and not tensor.sparse_grad:
-                    sums[axis, "all_reduce", "gradients"] = sums.get((axis, "all_reduce", "gradients"), 0) + reduced
+                    key = axis, "all_reduce", "gradients", stage
+                    sums[key] = sums.get(key, 0) + reduced
                 if is_whole:
                     continue
                 # Other data axes that shard the tensor are gathered first, from the last axis to the first.
@@ -127,11 +133,11 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
                 pieces = prod(mesh.axis_size(other) for other in later if role(tensor, layout, other) != "whole")
                 moved = (("all_gather", "parameters", size), ("reduce_scatter", "gradients", reduced))
                 for op, what, own in moved if trains else moved[:1]:
-                    sums[axis, op, what] = sums.get((axis, op, what), 0) + own * pieces
-        for (axis, op, what), size in sums.items():
+                    sums[axis, op, what, stage] = sums.get((axis, op, what, stage), 0) + own * pieces
+        for (axis, op, what, stage), size in sums.items():
             uses = accumulate * (1 + (bool(unit) and in_backward)) if op == "all_gather" else accumulate
             uses = 1 if op != "all_gather" and options.get("sync") == "last" else uses
-            transfers.append(Transfer(axis, op, what, unit, size, uses, mesh.axis_size(axis)))
+            transfers.append(Transfer(axis, op, what, unit, size, uses, mesh.axis_size(axis), stage))
     shards = any(each.op == "all_gather" for each in transfers)
     check_effects(options, shards=shards, replicates=any(mesh.axis_size(axis) > 1 for axis in data_axes))
     return transfers
@@ -151,6 +157,6 @@ def unit_bytes(
         shards = 0
         for tensor in trained:
             layout = resolution.layouts[tensor.name]
-            shards += tensor.bytes_of(prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape)), dtype)
+            shards += tensor.bytes_of(prod(layout.local_shape(layout.first_rank, tensor.shape)), dtype)
         sizes[unit] = UnitBytes(full[unit, "all_gather"], full.get((unit, "reduce_scatter"), 0), shards)
     return sizes

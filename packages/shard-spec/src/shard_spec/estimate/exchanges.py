@@ -1,69 +1,148 @@
-"""Collectives of experts and attention in a simulated step: tokens on expert axes, keys or heads on context axes."""
+"""Collectives of experts and attention in a simulated step: tokens on expert axes, keys or heads on context axes.
+
+Each is a function of autograd on the meta device. Its result comes in memory of its own, beside the packed and the
+received buffer of one message, as tp-styles' `ExpertParallel` and `ContextParallel` have them; gradients take the way
+back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from shard_spec.estimate.fully_shard import tensors_of
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.estimate.fully_shard import mapped, tensors_of
 from shard_spec.estimate.roles import expert_modules
 from shard_spec.plan.resolve import Resolution
 
+Shape: TypeAlias = tuple[int, ...]
+Move: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Record: TypeAlias = Callable[[str, str, str, str, int], None]  # axis, operation, content, name, bytes
+
+
+class Moved(torch.autograd.Function):
+    """Tensors as ``there`` returns them; ``back`` does the same to their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, there: Move, back: Move, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the moved tensors."""
+        ctx.back = back
+        # A recomputation ends with the last saved tensor: this one is saved so that it sends again, as ranks do.
+        ctx.save_for_backward(tensors[0].new_empty(0))
+        return tuple(there(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients on the ranks of the tensors."""
+        return None, None, *ctx.back(gradients)
+
+
+def exchanged(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], copies: int = 1) -> list[torch.Tensor]:
+    """Return tensors of ``shapes``, which one message brings in place of ``tensors``.
+
+    Args:
+        tensors: What is sent.
+        shapes: Shapes of what arrives.
+        copies: Number of rows in the message for each row of ``tensors`` and of the results (experts of a token).
+    """
+    packed = tensors[0].new_empty(copies * sum(each.numel() for each in tensors))
+    received = tensors[0].new_empty(copies * sum(map(prod, shapes)))
+    del packed
+    results = [each.new_empty(shape) for each, shape in zip(tensors, shapes, strict=True)]
+    del received
+    return results
+
 
 class Exchanges:
-    """Record the collectives of a step along expert and context axes.
+    """Exchanges of a step along expert and context axes.
 
     Args:
         sizes: Ranks of each axis.
         context: Context axes of several ranks.
         kind: ``"gather"`` or ``"ulysses"``; see `StepOptions`.
+        record: Takes each collective.
+        bytes_of: Bytes of a tensor on one rank.
     """
 
-    def __init__(self, sizes: Mapping[str, int], context: tuple[str, ...], kind: str) -> None:
-        self._context, self._kind = context, kind
-        self.context_ranks = prod(sizes[axis] for axis in context)
-        self.collectives: list[tuple[str, str, str, str, int]] = []  # (axis, operation, content, name, bytes)
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        context: tuple[str, ...],
+        kind: str,
+        record: Record,
+        bytes_of: Callable[[torch.Tensor], int],
+    ) -> None:
+        self._context, self._kind, self._record, self._bytes_of = context, kind, record, bytes_of
+        self._ranks = prod(sizes[axis] for axis in context)
 
-    def of_attention(
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        local_bytes: Callable[[Any], int],
-        again: bool,
-    ) -> None:
-        """Record those of one attention: all keys and values, or heads for tokens.
+        mask: torch.Tensor | None,
+        attention: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Return attention of one rank's queries to the keys of all ranks along the context axes.
 
         Args:
-            query: Of this rank's tokens.
-            key: Likewise.
-            value: Likewise.
-            local_bytes: Bytes of a tensor on one rank.
-            again: True in a recomputation, whose backward is that of the first call.
+            query: Of one rank's tokens, ``[..., heads, tokens, size]``; keys and values likewise.
+            key: See ``query``.
+            value: See ``query``.
+            mask: Mask of these tokens, or None.
+            attention: Takes all four.
         """
+        if not self._context:
+            return attention(query, key, value, mask)
+        by_heads = self._kind == "ulysses" and query.dim() > 2
+        if mask is not None:
+            rows = mask.shape[-2] * (self._ranks if by_heads and mask.shape[-2] > 1 else 1)
+            mask = mask.new_empty((*mask.shape[:-2], rows, mask.shape[-1] * self._ranks))
+        if not by_heads:
+            shapes = [(*each.shape[:-2], each.shape[-2] * self._ranks, each.shape[-1]) for each in (key, value)]
+            key, value = self._along_context((key, value), shapes, "all_gather", "reduce_scatter")
+            return attention(query, key, value, mask)
+        if query.shape[-3] % self._ranks:
+            found, hint = (
+                f"{query.shape[-3]} heads over {self._ranks} ranks",
+                "context='gather' takes any number of heads",
+            )
+            raise PlanError(Problem("does-not-divide", "context", axis=self._context[0], found=found, hint=hint))
+        shapes = [
+            (*each.shape[:-3], -(-each.shape[-3] // self._ranks), each.shape[-2] * self._ranks, each.shape[-1])
+            for each in (query, key, value)
+        ]
+        both_ways = "all_to_all", "all_to_all"
+        out = attention(*self._along_context((query, key, value), shapes, *both_ways), mask)
+        by_token = (*query.shape[:-3], query.shape[-2], query.shape[-3], value.shape[-1])  # as kernels lay it out
+        (out,) = self._along_context((out,), [by_token], *both_ways)
+        return out.transpose(-3, -2)
 
-        def passes(tensor: torch.Tensor, forward: str, backward: str, size: int) -> None:
-            def record(op: str) -> None:
-                self.collectives += [(axis, op, "activations", "attention", size) for axis in self._context]
+    def _along_context(
+        self, tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], there: str, back: str
+    ) -> tuple[torch.Tensor, ...]:
+        """Return tensors of ``shapes`` after the collectives ``there``; gradients return by ``back``."""
+        full = self._ranks if there == "all_gather" else 1
+        sizes = [full * self._bytes_of(each) for each in tensors]
+        given = [tuple(each.shape) for each in tensors]
 
-            record(forward)
-            if tensor.requires_grad and not again:
-                tensor.register_hook(lambda grad: record(backward))
+        def by(op: str, shapes: Sequence[Shape]) -> Move:
+            def move(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+                for axis in self._context:
+                    for size in sizes:
+                        self._record(axis, op, "activations", "attention", size)
+                return exchanged(tensors, shapes)
 
-        if self._context and self._kind == "ulysses":
-            for tensor in (query, key, value, query):  # the result has the shape of the queries
-                passes(tensor, "all_to_all", "all_to_all", local_bytes(tensor))
-        elif self._context:
-            for tensor in (key, value):
-                passes(tensor, "all_gather", "reduce_scatter", self.context_ranks * local_bytes(tensor))
+            return move
 
-    def watch_experts(
-        self, module: nn.Module, resolution: Resolution, axes: tuple[str, ...], in_backward: Callable[[], bool]
-    ) -> list[Any]:
+        moved: tuple[torch.Tensor, ...] = Moved.apply(by(there, shapes), by(back, given), *tensors)  # type: ignore[no-untyped-call]  # torch's
+        return moved
+
+    def watch_experts(self, module: nn.Module, resolution: Resolution, axes: tuple[str, ...]) -> list[Any]:
         """Send tokens to the ranks of their experts and back, in forward and in backward. Return the hooks.
 
         A module of experts gets hidden states (tokens, hidden) and the chosen experts of each (tokens, choices).
@@ -73,20 +152,44 @@ class Exchanges:
             owned = [each.name for each in resolution.metadata.parameters if each.name.rpartition(".")[0] == name]
             layouts = [resolution.layouts[each] for each in owned if each in resolution.layouts]
             along = [axis for axis in axes if any(axis in each.sharded_axes for each in layouts)]
+            choices = [0]  # of the call that runs
 
-            def record(size: int, name: str = name, along: list[str] = along) -> None:
-                both = 2 * along  # dispatch and combine
-                self.collectives += [(axis, "all_to_all", "activations", name, size) for axis in both]
+            def sent(tensor: torch.Tensor, name: str = name, along: Any = along, choices: Any = choices) -> Any:
+                copies, shapes = choices[0], [tuple(tensor.shape)]
 
-            def before(module: nn.Module, args: Any, kwargs: Any, record: Any = record) -> None:
+                def move(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+                    for axis in along:
+                        self._record(axis, "all_to_all", "activations", name, copies * self._bytes_of(tensors[0]))
+                    return exchanged(tensors, shapes, copies)
+
+                return Moved.apply(move, move, tensor)[0]  # type: ignore[no-untyped-call]  # torch's
+
+            def before(module: nn.Module, args: Any, kwargs: Any, sent: Any = sent, choices: Any = choices) -> Any:
                 tensors = list(tensors_of((args, kwargs)))
                 chosen = [each for each in tensors if not each.is_floating_point()]
-                if tensors and chosen and tensors[0].is_floating_point():
-                    size = chosen[0].shape[-1] * tensors[0].nbytes
-                    record(size)
-                    if tensors[0].requires_grad and not in_backward():
-                        tensors[0].register_hook(lambda grad: record(size))
+                choices[0] = 0
+                if not (tensors and chosen and tensors[0].is_floating_point()):
+                    return None
+                choices[0] = chosen[0].shape[-1]
+                arrived = sent(tensors[0])
+                put = _replacing(tensors[0], arrived)
+                return put(args), put(kwargs)
+
+            def after(module: nn.Module, args: Any, output: Any, sent: Any = sent, choices: Any = choices) -> Any:
+                returned = next(tensors_of(output), None)
+                return None if not choices[0] or returned is None else _replacing(returned, sent(returned))(output)
 
             if along:
-                handles.append(module.get_submodule(name).register_forward_pre_hook(before, with_kwargs=True))
+                experts = module.get_submodule(name)
+                handles.append(experts.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(experts.register_forward_hook(after))
         return handles
+
+
+def _replacing(old: torch.Tensor, new: torch.Tensor) -> Callable[[Any], Any]:
+    """Return a function that puts ``new`` in place of ``old`` in a container."""
+
+    def put(value: Any) -> Any:
+        return new if value is old else value if isinstance(value, torch.Tensor) else mapped(value, put)
+
+    return put

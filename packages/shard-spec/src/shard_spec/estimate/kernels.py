@@ -123,3 +123,16 @@ def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
 def _laid_out(result: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     wanted = _memory_format(model)
     return result if result.is_contiguous(memory_format=wanted) else torch.empty_like(result, memory_format=wanted)
+
+
+def uncounted_workspace(operator: Any, args: Any) -> str:
+    """Return the name of an operator whose kernel on a CPU allocates workspace that is not counted, or ``""``.
+
+    Torch's own convolutions unfold their input into columns; oneDNN's, which take float32 of some size, do not.
+    """
+    if operator not in _CONVOLUTIONS:
+        return ""
+    image, weight = (args[at] for at in _CONVOLUTIONS[operator])
+    large, on = image.shape[0] > 1 or image.numel() > 20480, torch.backends.mkldnn.enabled
+    name = f"convolution{weight.dim() - 2}d in {str(image.dtype).removeprefix('torch.')}"
+    return "" if all((large, on, image.dtype == torch.float32)) else name

@@ -14,11 +14,16 @@ from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
-from shard_spec.estimate.optimizers import OptimizerChoice, OptimizerLike, OptimizerState, choose_optimizer
+from shard_spec.estimate.data_parallel import unit_transfers
+from shard_spec.estimate.optimizers import OPTIMIZERS, OptimizerChoice, OptimizerLike, OptimizerState, choose_optimizer
+from shard_spec.estimate.owners import Owned, OwnedTensor, owned_by_ranks, redundancy_free
 from shard_spec.estimate.roles import local_shapes
+from shard_spec.estimate.stages import Stages, stages_of
+from shard_spec.estimate.step_options import StepOptions
 from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import TensorMetadata, require_floating
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
@@ -103,23 +108,36 @@ class Memory:
         """Return a copy with a step's peak beside the state added.
 
         Args:
-            estimate: Of forward, loss and backward.
+            estimate: Of forward, loss and backward; with pipeline stages one for each.
             foreach: True if the optimizer updates all parameters at once, torch's default on accelerators.
             buckets: True if DDP holds a copy of the gradients in its buckets, from the first step on.
         """
-        shares = estimate.gathered_bytes, estimate.loss_bytes
-        peak, moment, to_come = (estimate.peak_bytes - sum(shares), *shares, 0), estimate.moment, estimate.to_come
-        allocated = max(each[0] if foreach else each[1] for each in self._steps)
-        if allocated > estimate.peak_bytes - to_come * max(self.parts["gradients"], default=0):
-            peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
-        # the fullest rank's figure on all of them
-        sizes = {part: (size,) * len(self.ranks) for part, size in zip(STEP_PARTS[:4], peak, strict=True)}
-        sizes["gradients to come"] = tuple(-round(to_come * size) for size in self.parts["gradients"])
-        sizes["DDP buckets"] = tuple(size * buckets for size in self.parts["gradients"])
+        by_stage, totals = estimate.by_stage or (estimate,), self.totals
+        stage_of = [0] * len(self.ranks)
+        if estimate.stage_axis and self._resolution is not None:
+            mesh = self._resolution.one_mesh
+            coordinates = [mesh.coordinate(rank) or () for rank in self.ranks]
+            stage_of = [each[mesh.axis_index(estimate.stage_axis)] for each in coordinates]
+        sizes = {part: [0] * len(self.ranks) for part in STEP_PARTS}
+        fullest: list[tuple[int, str]] = []  # bytes and moment of each stage
+        for stage, each in enumerate(by_stage):
+            own = [at for at, of in enumerate(stage_of) if of == stage]
+            shares, gradients = (each.gathered_bytes, each.loss_bytes), [self.parts["gradients"][at] for at in own]
+            peak, moment, to_come = (each.peak_bytes - sum(shares), *shares, 0), each.moment, each.to_come
+            allocated = max((self._steps[at % len(self._steps)][0 if foreach else 1] for at in own), default=0)
+            if allocated > each.peak_bytes - to_come * max(gradients, default=0):
+                peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
+            for at, gradient in zip(own, gradients, strict=True):  # the fullest rank's figure on all of the stage
+                more = (-round(to_come * gradient), gradient * buckets)
+                for part, size in zip(STEP_PARTS, (*peak, *more), strict=True):
+                    sizes[part][at] = size
+                fullest.append((totals[at] + sum(peak) + sum(more), moment))
         # Sparse gradients are among the activations of a step.
         kept = tuple(note for note in self.notes if "sparse tables" not in note)
-        more: dict[str, Any] = {"notes": (*kept, *estimate.notes), "assumptions": estimate.assumptions}
-        return replace(self, parts={**self.parts, **sizes}, moment=moment, **more)
+        parts = {**self.parts, **{part: tuple(values) for part, values in sizes.items()}}
+        more_lines: dict[str, Any] = {"notes": (*kept, *estimate.notes), "assumptions": estimate.assumptions}
+        moment = max(fullest, key=lambda each: each[0], default=(0, estimate.moment))[1]
+        return replace(self, parts=parts, moment=moment, **more_lines)
 
     def verdict(self, limit: int | str) -> str:
         """Return one line: does every rank stay within ``limit``? It ends with what was assumed.
@@ -161,7 +179,7 @@ class Memory:
         groups = self.groups()  # a line for each group of ranks of equal needs
         parts = list(groups[0][1]) if groups else []
         rows = [
-            [human_ranks(ranks), human_bytes(sum(sizes.values())), *map(human_bytes, sizes.values())]
+            [_shortened(human_ranks(ranks)), human_bytes(sum(sizes.values())), *map(human_bytes, sizes.values())]
             for ranks, sizes in groups
         ]
         if len(rows) > 16:
@@ -180,6 +198,10 @@ class Memory:
         if rank not in self.ranks:
             raise PlanError(Problem("rank-outside-mesh", found=f"rank {rank}", hint="ask for a rank in memory.ranks"))
         return self.ranks.index(rank)
+
+
+def _shortened(ranks: str) -> str:
+    return ranks if len(ranks) < 28 else f"{ranks[:26]}…"
 
 
 @dataclass(frozen=True)
@@ -203,6 +225,8 @@ class MemorySettings:
         num_bytes = {"parameters": own}
         if not (tensor.requires_grad and tensor.is_floating and self.gradients is not False):
             return LocalBytes(num_bytes)
+        if state.whole:  # on the matrices' owners
+            state = OPTIMIZERS["none"]
         cost = state.cost(local, tensor.shape, dtype)
         gradient = dtype if self.gradients is True else str(self.gradients)
         num_bytes["gradients"] = 0 if tensor.sparse_grad else numel * ITEM_BYTES[gradient]
@@ -223,39 +247,103 @@ class LocalBytes:
 
 def memory_of(
     resolution: Resolution,
+    options: StepOptions | None = None,
     *,
     optimizer: OptimizerLike = "adamw",
     grads: bool | str = True,
-    dtype: str | None = None,
-    module: nn.Module | None = None,
+    module: nn.Module | ModelMetadata | None = None,
 ) -> Memory:
     """Return the bytes per rank of a resolved plan; ``module`` is needed for an optimizer's instance."""
+    options = options or {}
+    dtype = options.get("dtype")
     require_floating(grads, dtype)
     choice = choose_optimizer(optimizer, resolution.metadata, module)
     settings = MemorySettings(choice, grads, dtype)
+    owned, stages = owned_matrices(resolution, settings), stages_of(resolution)
+    zero, owner_of, index_of = _sharded_state(resolution, options)
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}
     sums = {part: [0] * len(ranks) for part in PARTS}
     steps = [(0, 0)] * len(ranks)
     # Tensors of one shape, layout and kind are counted together: nameless, so that they compare equal.
-    groups: Counter[tuple[Layout, TensorMetadata, OptimizerState]] = Counter()
+    groups: Counter[tuple[Layout, TensorMetadata, OptimizerState, int]] = Counter()
     for t in resolution.metadata.tensors:
         if t.name in resolution.layouts:
-            like = replace(t, name="", aliases=("",), module_type="")
-            groups[resolution.layouts[t.name], like, choice.of(t.name)] += 1
-    for (layout, sample, state), count in groups.items():
-        by_shape: dict[tuple[int, ...], LocalBytes] = {}  # most ranks share one local shape
+            like, layout = replace(t, name="", aliases=("",), module_type=""), resolution.layouts[t.name]
+            for each in (layout,) if stages is None else stages.layouts(t, layout):
+                groups[each, like, choice.of(t.name), owner_of.get(t.name, -1)] += 1
+    for (layout, sample, state, owner), count in groups.items():
+        by_shape: dict[tuple[tuple[int, ...], bool], LocalBytes] = {}  # most ranks share one local shape
         for rank, local in zip(layout.mesh.ranks, local_shapes(layout, sample.shape), strict=True):
-            if local not in by_shape:
-                by_shape[local] = settings.bytes_of(sample, state, local)
-            at, sizes = position[rank], by_shape[local]
+            if layout.stages and not layout.is_present(rank):
+                continue
+            owns = owner < 0 or index_of[rank] == owner
+            if (local, owns) not in by_shape:
+                by_shape[local, owns] = settings.bytes_of(sample, state if owns else OPTIMIZERS["none"], local)
+            at, sizes = position[rank], by_shape[local, owns]
             for part, size in sizes.parts.items():
                 sums[part][at] += size * count
             steps[at] = steps[at][0] + sizes.step * count, max(steps[at][1], sizes.loop)
+    if owned is not None:
+        sums["master"] = [sum(pair) for pair in zip(sums["master"], owned.masters, strict=True)]
+        sums["optimizer"] = [sum(pair) for pair in zip(sums["optimizer"], owned.state, strict=True)]
+        steps = [(s + extra, lp + extra) for (s, lp), extra in zip(steps, owned.step, strict=True)]
     parts = {part: tuple(values) for part, values in sums.items()}
     more: dict[str, Any] = {"_resolution": resolution, "_settings": settings, "_steps": tuple(steps)}
+    more["notes"] = _notes(resolution, owned, stages, grads, zero)
+    return Memory(ranks, parts, choice.name, tuple(resolution.sharders), **more)
+
+
+def owned_matrices(resolution: Resolution, settings: MemorySettings) -> Owned | None:
+    """Return the bytes of matrices on owner ranks; None if no parameter has an optimizer of full matrices."""
+    tensors = [
+        OwnedTensor(tensor, resolution.layouts[tensor.name], state, settings.dtype_of(tensor))
+        for tensor in resolution.metadata.parameters
+        if (state := settings.optimizer.of(tensor.name)).whole
+        and tensor.name in resolution.layouts
+        and tensor.requires_grad
+        and tensor.is_floating
+    ]
+    return owned_by_ranks(tensors, resolution.ranks) if tensors else None
+
+
+def _sharded_state(
+    resolution: Resolution, options: StepOptions
+) -> tuple[tuple[str, ...], dict[str, int], dict[int, int]]:
+    """Return the axes that share out optimizer state, each parameter's owner, and each rank's number among these."""
+    if not options.get("zero"):
+        return (), {}, {}
+    roles, mesh = resolution.axis_roles(options.get("data_axes")), resolution.one_mesh
+    unit_transfers(resolution, roles, options)  # checks the options
+    axes = tuple(axis for axis in roles.data if mesh.axis_size(axis) > 1)
+    places = [mesh.axis_index(axis) for axis in axes]
+    shares = MeshSpec({axis: mesh.axis_size(axis) for axis in axes})  # a number for each coordinate along them
+    coordinates = {rank: mesh.coordinate(rank) or () for rank in mesh.ranks}
+    index_of = {rank: shares.rank_at([at[place] for place in places]) for rank, at in coordinates.items()}
+    trained = [each for each in resolution.metadata.parameters if each.requires_grad and each.is_floating]
+    sizes = {
+        each.name: prod(layout.local_shape(layout.first_rank, each.shape))
+        for each in trained
+        if (layout := resolution.layouts.get(each.name)) is not None
+    }
+    return axes, redundancy_free(sizes, shares.world_size), index_of
+
+
+def _notes(
+    resolution: Resolution, owned: Owned | None, stages: Stages | None, grads: bool | str, zero: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return what a reader of the bytes has to know, a line each."""
+    lines = list(() if owned is None else owned.notes)
+    if zero:
+        lines.append(
+            f"optimizer state lies on one rank along {', '.join(zero)}, as ZeroRedundancyOptimizer shares it out"
+        )
+    for tensor in resolution.metadata.parameters if stages is not None else ():
+        layout = resolution.layouts.get(tensor.name)
+        if stages is not None and layout is not None and (copies := stages.copies(tensor, layout)):
+            also = ", ".join(map(str, copies))
+            lines.append(f"tied: {' = '.join(tensor.aliases)} has a copy, with gradient and state, on stage {also} too")
     packed = [tensor for tensor in resolution.metadata.parameters if tensor.stored_bytes is not None]
-    lines = []
     if packed:
         bits = 8 * sum(each.bytes_of(each.numel) for each in packed) / sum(each.numel for each in packed)
         lines.append(f"{len(packed)} quantised weights count as stored, {bits:.2f} bits an element, and frozen")
@@ -263,5 +351,4 @@ def memory_of(
     if sparse:
         line = f"not counted: gradients of sparse tables ({', '.join(sparse[:3])}{', ...' if len(sparse) > 3 else ''})"
         lines.append(f"{line}: they are as large as the rows that a batch looks up")
-    more["notes"] = tuple(lines)
-    return Memory(ranks, parts, choice.name, tuple(resolution.sharders), **more)
+    return tuple(lines)

@@ -41,6 +41,7 @@ class OptimizerState:
         smallest: Parameters of fewer local elements have float32 slots in place of quantised ones.
         row_slots: Number of float32 numbers for each local row (row-wise Adagrad of embedding tables: 1).
         factory: Makes the optimizer of a list of parameters, for example the class; its state replaces the slots.
+        whole: True if it updates full matrices on owner ranks, by ``shard_reshard.WholeMatrices``.
     """
 
     name: str
@@ -53,6 +54,7 @@ class OptimizerState:
     smallest: int = 0
     row_slots: int = 0
     factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    whole: bool = False
 
     def cost(self, local: Shape, full: Shape, dtype: str) -> OptimizerCost:
         """Return the bytes for one parameter.
@@ -126,18 +128,24 @@ _ALIASES = {
 
 
 def state_of_name(name: str) -> OptimizerState:
-    """Return the state of an optimizer by name; ``mixed-NAME`` has a float32 master copy beside.
+    """Return the state of an optimizer by name.
+
+    ``mixed-NAME`` has a float32 master copy beside; ``whole-NAME`` updates full matrices on owner ranks.
 
     Raises:
         PlanError: ``invalid-argument``, with the names.
     """
     lower = name.lower()
-    inner = lower.removeprefix("mixed-")
+    on_owners = lower.startswith("whole-")
+    inner = lower.removeprefix("whole-" if on_owners else "mixed-")
     state = OPTIMIZERS.get(_ALIASES.get(inner, inner))
     if state is None:
-        hint = f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters), a class or an instance, "
+        hint = f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters, "
+        hint += "whole-NAME: on full matrices by WholeMatrices), a class or an instance, "
         hint += "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)"
         raise PlanError(Problem("invalid-argument", "optimizer", found=repr(name)[:200], hint=hint))
+    if on_owners:
+        return replace(state, name=f"whole-{state.name}", whole=True)
     return replace(state, name=f"mixed-{state.name}", master="float32") if inner != lower else state
 
 
@@ -160,7 +168,7 @@ class OptimizerChoice:
         return self.default if self.by_name is None else self.by_name.get(name, OPTIMIZERS["none"])
 
 
-def choose_optimizer(optimizer: Any, metadata: ModelMetadata, module: nn.Module | None) -> OptimizerChoice:
+def choose_optimizer(optimizer: Any, metadata: ModelMetadata, module: object) -> OptimizerChoice:
     """Return the optimizer of each parameter; see ``ShardingPlan.memory`` for the forms.
 
     Raises:
@@ -208,9 +216,7 @@ def _of_patterns(rules: Mapping[Any, Any], metadata: ModelMetadata) -> Optimizer
     return OptimizerChoice(name, OPTIMIZERS["none"], by_name)
 
 
-def _of_instance(
-    optimizer: torch.optim.Optimizer, metadata: ModelMetadata, module: nn.Module | None
-) -> OptimizerChoice:
+def _of_instance(optimizer: torch.optim.Optimizer, metadata: ModelMetadata, module: object) -> OptimizerChoice:
     """Return the choice of a live optimizer: its class, with the options of each parameter's group."""
     kind = type(optimizer)
     accepted = set(inspect.signature(kind).parameters)
@@ -221,7 +227,8 @@ def _of_instance(
         for mode in ("foreach", "fused", "capturable", "differentiable"):  # of no effect on the state's size
             options.pop(mode, None)
         states.append(OptimizerState(kind.__name__, factory=functools.partial(kind, **options)))
-    names = {} if module is None else {name: id(each) for name, each in module.named_parameters()}
+    named = module.named_parameters() if isinstance(module, nn.Module) else ()
+    names = {name: id(each) for name, each in named}
     by_name = {t.name: states[owners[names[t.name]]] for t in metadata.parameters if names.get(t.name) in owners}
     if not by_name:
         hint = f"build it from this model's parameters, or pass the class {kind.__name__} or a functools.partial of it"
@@ -249,7 +256,7 @@ def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: S
         return num_bytes, any(each.shape != shape and each.numel() > 1 for each in state), max(peak - num_bytes, 0)
 
     accepts = "foreach" in inspect.signature(factory).parameters
-    hint = "pass a mapping from patterns to optimizers, or OptimizerState(name, slots, scalar_bytes)"
+    hint = "pass a mapping from patterns to optimizers ('whole-muon': Muon by WholeMatrices), or OptimizerState(...)"
     try:
         num_bytes, factored, loop = run(local, **({"foreach": False} if accepts else {}))
         step = run(local, foreach=True)[2] if accepts else loop

@@ -19,6 +19,7 @@ from torch import nn
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import StageShard
 from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import TensorMetadata
 
@@ -52,7 +53,7 @@ def is_embedding(tensor: TensorMetadata) -> bool:
 def role(tensor: TensorMetadata, layout: Layout, axis: str) -> str:
     """Return the role along ``axis``: ``"column"`` (outputs), ``"row"`` (inputs), ``"cut"`` (else) or ``"whole"``."""
     spec = layout.specs[layout.mesh.axis_index(axis)]
-    if spec.dim is None or layout.mesh.axis_size(axis) == 1:  # one rank holds all
+    if spec.dim is None or layout.mesh.axis_size(axis) == 1 or isinstance(spec, StageShard):  # one rank holds all
         return "whole"
     dims = _LINEAR.get(tensor.module_type) or _EMBEDDING.get(tensor.module_type)
     is_weight = len(tensor.shape) == 2 and tensor.name.rsplit(".", 1)[-1].startswith("weight")

@@ -39,6 +39,8 @@ class StepOptions(TypedDict, total=False):
         ddp: ``DistributedDataParallel``'s buckets for replicated parameters: ``"buckets"``, or ``"views"`` with
             ``gradient_as_bucket_view``. None: gradients are reduced in place.
         autocast: Dtype of ``torch.autocast`` around forward and loss. One within the forward counts as it is.
+        zero: 1 counts optimizer state on one rank a parameter along the data axes, as torch's
+            ``ZeroRedundancyOptimizer`` shares it out.
         context: What attention exchanges along context axes: ``"gather"`` (default), keys and values of all ranks; or
             ``"ulysses"``, heads for tokens: queries, keys, values and results.
     """
@@ -54,6 +56,7 @@ class StepOptions(TypedDict, total=False):
     mp_policy: Any
     ddp: str | None
     autocast: str | None
+    zero: int | None
     context: str
 
 
@@ -95,6 +98,11 @@ def check_options(options: StepOptions) -> None:
         value = options.get(name, values[0])
         if value not in values:
             problems.append(Problem("invalid-argument", name, found=repr(value), hint=f"one of {values}"))
+    zero: Any = options.get("zero")
+    if zero not in (None, 1) or isinstance(zero, bool):
+        ways = {2: "plan with FullyShardPlanner and pass reshard_after_forward=False", 3: "plan with FullyShardPlanner"}
+        hint = ways.get(zero, "1, or None") if isinstance(zero, int) else "1, or None"
+        problems.append(Problem("invalid-argument", "zero", found=repr(zero), hint=hint))
     if options.get("sync") == "last" and accumulate == 1:
         text, hint = "gradients are reduced once anyway", "pass accumulate= with the number of batches, or leave it out"
         problems.append(Problem("conflicting-arguments", "sync", found=text, hint=hint))
@@ -118,6 +126,9 @@ def check_effects(options: StepOptions, *, shards: bool, replicates: bool) -> No
     for name in ("mp_policy", "reshard_after_forward"):
         if options.get(name) not in (None, True) and not shards:
             problems.append(Problem("conflicting-arguments", name, found=text, hint=hint))
+    if options.get("zero") and (shards or not replicates):
+        text = "ZeroRedundancyOptimizer shares out the state of replicas along a data axis of several ranks"
+        problems.append(Problem("conflicting-arguments", "zero", found=text, hint="leave it out for this plan"))
     if options.get("ddp") and (shards or not replicates):
         text = "DistributedDataParallel wraps models that are replicated along a data axis of several ranks"
         problems.append(Problem("conflicting-arguments", "ddp", found=text, hint="leave it out for this plan"))

@@ -19,6 +19,7 @@ from shard_spec.layout.placements import (
     PlacementSpec,
     ReplicateSpec,
     ShardSpec,
+    StageShard,
     UnevenShard,
     placement_spec,
     to_placement,
@@ -74,7 +75,10 @@ class Layout:
         specs = tuple(by_axis.get(axis, REPLICATE) for axis in mesh.axis_names)
         raise_problems(_axis_problems(mesh, by_axis, specs, order))
         # With every sharding axis, or () for mesh order: equal layouts compare equal.
-        own = tuple(axis for axis, spec in zip(mesh.axis_names, specs, strict=True) if spec.dim is not None)
+        # A stage has all or nothing of a dim, so no order matters for its axis.
+        named = zip(mesh.axis_names, specs, strict=True)
+        own = tuple(axis for axis, spec in named if spec.dim is not None and not isinstance(spec, StageShard))
+        order = tuple(axis for axis in order if axis in own)
         full = order + tuple(axis for axis in own if axis not in order)
         order = () if not order or full == own else full
         object.__setattr__(self, "mesh", mesh)
@@ -86,7 +90,10 @@ class Layout:
         return f"Layout({self.mesh!r}, {str(self)!r})"
 
     def __str__(self) -> str:
-        text = ", ".join(f"{name}:{spec}" for name, spec in zip(self.mesh.axis_names, self.specs, strict=True))
+        named = list(zip(self.mesh.axis_names, self.specs, strict=True))
+        text = ", ".join(f"{name}:{spec}" for name, spec in named if not isinstance(spec, StageShard))
+        stages = ", ".join(f"{name}:{spec.stage}" for name, spec in named if isinstance(spec, StageShard))
+        text = f"{text} @ {stages}".strip() if stages else text
         return text + (f"; order={'>'.join(self.order)}" if self.order else "")
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -123,6 +130,23 @@ class Layout:
         """Sharding axes with their dims as written, perhaps negative."""
         named = zip(self.mesh.axis_names, self.specs, strict=True)
         return {axis: spec.dim for axis, spec in named if spec.dim is not None}
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Axes of pipeline stages, with the stage that holds the tensor."""
+        named = zip(self.mesh.axis_names, self.specs, strict=True)
+        return {axis: spec.stage for axis, spec in named if isinstance(spec, StageShard)}
+
+    @cached_property
+    def first_rank(self) -> int:
+        """The rank at the first coordinate of each axis, of those that hold the tensor's stage."""
+        return self.mesh.rank_at([getattr(spec, "stage", 0) for spec in self.specs])
+
+    def is_present(self, rank: int) -> bool:
+        """Return True if the tensor is of the stage of ``rank``; its part of it may be empty all the same."""
+        return all(
+            getattr(spec, "stage", at) == at for at, spec in zip(self._coordinate(rank), self.specs, strict=True)
+        )
 
     @property
     def is_replicated(self) -> bool:
@@ -283,6 +307,9 @@ def _axis_problems(
         if isinstance(spec, UnevenShard) and len(spec.sizes) != size:
             reason, hint = f"{len(spec.sizes)} sizes for {size} ranks", "one size for each rank"
             problems.append(Problem("argument-count", dim=spec.dim, axis=axis, found=reason, hint=hint))
+        if isinstance(spec, StageShard) and spec.stage >= size:
+            reason, hint = f"stage {spec.stage} of {size}", f"stages are 0 to {size - 1}"
+            problems.append(Problem("index-out-of-range", axis=axis, found=reason, hint=hint))
     for axis in order:
         if axis not in mesh.axis_names:
             problems.append(unknown_axis(axis, mesh, "order"))

@@ -1,8 +1,8 @@
 """Placements: the layout of one dim along one mesh axis.
 
-A layout computes with these six classes, so values and plans work without importing ``torch.distributed.tensor``
+A layout computes with these seven classes, so values and plans work without importing ``torch.distributed.tensor``
 (1 to 3 seconds): `ReplicateSpec`, `PartialSpec` and `ShardSpec` become torch's ``Replicate``, ``Partial`` and ``Shard``
-on request. `UnevenShard`, `BlockShard` and `InterleavedShard` have no public name in torch.
+on request. `UnevenShard`, `BlockShard`, `InterleavedShard` and `StageShard` have no public name in torch.
 
 A sharding placement applies to this rank's intervals after the axes before it; the result is a list of intervals
 ``(offset, size)`` of those, in the order of the local tensor. ``str`` of a placement is the text form of
@@ -233,8 +233,34 @@ class InterleavedShard(CuttingPlacement):
         return [(start + offset, size) for start, offset, size in parts if size]
 
 
-SpecialShard: TypeAlias = UnevenShard | BlockShard | InterleavedShard
-PlacementSpec: TypeAlias = ReplicateSpec | PartialSpec | ShardSpec | SpecialShard
+@dataclass(frozen=True)
+class StageShard(CuttingPlacement):
+    """The tensor lies in full at one coordinate of the axis, and the other ranks hold none of it.
+
+    This is the layout of a layer along an axis of pipeline stages. Text: ``"tp:S(0) @ pp:1"``, the second stage.
+
+    Args:
+        stage: The coordinate, from 0.
+        dim: The tensor dimension of which the other ranks hold an empty part.
+    """
+
+    stage: int
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_dim("StageShard", self.dim)
+        _whole_numbers("StageShard", "stage", (self.stage,), least=0)
+
+    def __str__(self) -> str:
+        return f"@{self.stage}"
+
+    def cut(self, length: int, count: int, index: int) -> list[Interval]:
+        return [(0, length)] if index == self.stage and length else []
+
+
+SpecialShard: TypeAlias = UnevenShard | BlockShard | InterleavedShard | StageShard
+AnyShard: TypeAlias = ShardSpec | SpecialShard
+PlacementSpec: TypeAlias = ReplicateSpec | PartialSpec | AnyShard
 PlacementLike: TypeAlias = "Placement | PlacementSpec | str"
 
 
@@ -285,7 +311,7 @@ def placement_spec(placement: object) -> PlacementSpec:
 
 def to_placement(spec: PlacementSpec) -> Placement | SpecialShard:
     """Return the placement object of a spec; imports ``torch.distributed.tensor`` for torch's own."""
-    if isinstance(spec, UnevenShard | BlockShard | InterleavedShard):
+    if isinstance(spec, SpecialShard):
         return spec
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 

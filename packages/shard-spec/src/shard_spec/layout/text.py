@@ -7,6 +7,7 @@
 ``U(0, [3, 2, 3])``         uneven shard of dim 0
 ``B(0, 128)``               blocks of 128 of dim 0; ``B(0, 128, cyclic)`` distributes them in turn
 ``I(0, [4096, 1024])``      interleaved sections of these sizes; ``I(0, 2)`` two equal sections
+``... @ pp:1``              along pp in full at coordinate 1 (the second stage), nothing at the others
 ``...; order=tp>dp``        if several axes shard one dim: tp first, then dp
 ==========================  ==========================================================
 
@@ -27,12 +28,14 @@ from shard_spec.layout.placements import (
     PartialSpec,
     PlacementSpec,
     ShardSpec,
+    StageShard,
     UnevenShard,
 )
 
 _MAX_TEXT = 1_000_000
-_PLACEMENT = re.compile(r"([A-Z])\s*(?:\((.*)\))?", re.DOTALL)
+_PLACEMENT = re.compile(r"([A-Z]|@\d{1,9})\s*(?:\((.*)\))?", re.DOTALL)
 _NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)\s*:\s*(.+)", re.DOTALL)
+_STAGES = re.compile(r"(?:^|\s)@\s+")
 _HINT = "write for example 'dp:S(0), tp:R'; placements are R, P(sum), S(0), U(0,[3,5]), B(0,128), I(0,[4,2,2])"
 
 
@@ -44,6 +47,8 @@ def parse_placement(text: str) -> PlacementSpec:
     try:
         if kind == "R" and not arguments:
             return REPLICATE
+        if kind.startswith("@") and not arguments:
+            return StageShard(int(kind[1:]))
         if kind == "P" and len(arguments) <= 1:
             op = arguments[0] if arguments else "sum"
             if op in REDUCE_OPS:
@@ -70,7 +75,7 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Placem
     """Parse a layout: the spec of each named axis, and the order of axes."""
     if len(text) > _MAX_TEXT:
         raise PlanError(Problem("invalid-layout", found=f"a text of {len(text)} characters", hint=_HINT))
-    body, _, tail = map(str.strip, text.partition(";"))
+    tail = text.partition(";")[2].strip()
     problems: list[Problem] = []
     order: tuple[str, ...] = ()
     if tail:
@@ -79,22 +84,19 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Placem
             problems.append(Problem("invalid-layout", found=repr(text), hint="after ';' write order=tp>dp"))
         else:
             order = tuple(name.strip() for name in names.split(">"))
-    items = [item for item in split_items(body) if item]
-    named = [_NAMED.fullmatch(item) for item in items]
-    specs: dict[str, PlacementSpec] = {}
-    if items and not any(named):  # one placement for each axis, in mesh order
-        if len(items) != len(axis_names):
-            reason = f"{text!r}: {len(items)} placements for the axes {', '.join(axis_names)}"
+    pairs = layout_items(text)
+    nameless = [item for axis, item in pairs if not axis]
+    named = [(axis, item) for axis, item in pairs if axis]
+    if nameless and any(not item.startswith("@") for _, item in named):
+        problems += [Problem("invalid-layout", found=f"{item!r} in {text!r}", hint=_HINT) for item in nameless]
+    elif nameless:  # one placement for each other axis, in mesh order
+        axis_names = [axis for axis in axis_names if axis not in dict(named)]
+        if len(nameless) != len(axis_names):
+            reason = f"{text!r}: {len(nameless)} placements for the axes {', '.join(axis_names)}"
             problems.append(Problem("argument-count", found=reason, hint="one for each axis, or name the axes"))
-        pairs = list(zip(axis_names, items, strict=False))  # too few or many: already a problem
-    else:
-        pairs = []
-        for item, match in zip(items, named, strict=True):
-            if match is None:
-                problems.append(Problem("invalid-layout", found=f"{item!r} in {text!r}", hint=_HINT))
-            else:
-                pairs.append((match[1], match[2]))
-    for axis, item in pairs:
+        named = [*zip(axis_names, nameless, strict=False), *named]  # too few or many: already a problem
+    specs: dict[str, PlacementSpec] = {}
+    for axis, item in named:
         if axis in specs:
             problems.append(Problem("duplicate-name", axis=axis, found=repr(text), hint="name each axis once"))
             continue
@@ -104,6 +106,17 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Placem
             problems.extend(error.problems)
     raise_problems(problems)
     return specs, order
+
+
+def layout_items(text: str) -> list[tuple[str, str]]:
+    """Split the text of a layout into axis names, ``""`` where there is none, and placements; without the order."""
+    body, *stages = _STAGES.split(text.partition(";")[0])
+    matches = [(_NAMED.fullmatch(item), item) for item in split_items(body.strip()) if item]
+    pairs = [(match[1], match[2]) if match else ("", item) for match, item in matches]
+    for item in (item for each in stages for item in split_items(each)):
+        axis, _, stage = item.partition(":")
+        pairs.append((axis.strip(), f"@{stage.strip()}"))
+    return pairs
 
 
 def split_items(text: str) -> list[str]:

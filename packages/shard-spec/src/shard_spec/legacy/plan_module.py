@@ -19,13 +19,10 @@ from shard_spec.apply.tensors import (
     TensorAction,
     action_of,
     is_sharded,
-    missing_values,
-    replacing_problems,
     replica_problems,
     tensor_at,
 )
 from shard_spec.distributed.exchange import source_problems
-from shard_spec.distributed.parameter_format import choose_format
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.forwards import RefusedEmbeddingBag, ShardedEmbedding, ShardedForward, ShardedLinear
@@ -188,17 +185,16 @@ def plan_module(
         if layout is None or (not planned and (not whole or is_sharded(tensor))):
             continue
         stays = not planned or layout.is_replicated
-        action = action_of(tensor, metadata, None if stays else layout)
+        is_source = dist.get_rank(group) == src_rank
+        target = None if stays else layout
+        action, wrong = action_of(tensor, metadata, target, replaces=planned, needs_values=is_source)
         tensors.append(action)
-        problems += replacing_problems(tensor, metadata.name) if planned else []
-        problems += missing_values(tensor, metadata.name, dist.get_rank(group) == src_rank)
+        problems += wrong
         if stays:
             holders = [module.get_submodule(name.rpartition(".")[0]) for name in metadata.aliases]
             problems += replica_problems(holders, metadata.name)
         if action.layout is not None:
             problems += rank_problems(action.names[0], action.layout.mesh, ranks)
-            expression = choose_format(action.layout, action.shape, action.names[0])
-            problems += [expression] if isinstance(expression, Problem) else []
             problems += filter(None, (unsupported_forward(module, fqn) for fqn in action.names))
     outputs, more = _outputs(plan, ranks)
     problems += more

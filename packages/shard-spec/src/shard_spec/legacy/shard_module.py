@@ -11,8 +11,8 @@ from torch import nn
 
 from shard_spec._shared.consensus import problems_of
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.apply.apply import Call, install, stage
-from shard_spec.apply.handle import ShardHandle, put, run_sharders, undone_on_failure
+from shard_spec.apply.apply import Call, carry_out
+from shard_spec.apply.handle import Installed, ShardHandle, UndoLog, put
 from shard_spec.apply.tensors import ExecutionPlan, is_sharded, summed_over
 from shard_spec.distributed.exchange import group_or_default, on_all_ranks
 from shard_spec.distributed.parameter_format import GroupRef, MeshCache
@@ -148,9 +148,8 @@ def _act(
             stacklevel=3,
         )
     call = Call(module, group, meshes.mesh_of, src_rank=src_rank)
-    with undone_on_failure() as log:
-        staged = stage(call, actions)
-        replaced = run_sharders(module, actions, group, log) if actions.sharders else {}
+
+    def finish(installed: Installed, replaced: dict[str, nn.Module], log: UndoLog) -> None:
         for path, new in replaced.items() if ref.size > 1 else ():
             named = [(name, each) for name, each in new.named_parameters() if each.requires_grad]
             owned = [name for name, each in named if not is_sharded(each) and not summed_over(each)]
@@ -158,9 +157,8 @@ def _act(
                 warnings.warn(
                     f"shard_module: values and gradients of {', '.join(owned)} in {path} are each rank's own, since a "
                     "Sharder decides about them; where they are replicas, call shard_module inside of the Sharder",
-                    stacklevel=3,
+                    stacklevel=5,
                 )
-        installed = install(call, actions, staged, replaced, log)
         for path, sharded in actions.forwards.items():
             owner = module.get_submodule(path)
             kind = forward_for(owner)
@@ -180,4 +178,5 @@ def _act(
         compare.adopt(module)
         # Before the user's own hooks: they may run modules that communicate.
         installed.register(module.register_forward_pre_hook(compare, prepend=True), log)
-    return ShardHandle(plan, actions, module, group, installed)
+
+    return carry_out(call, plan, actions, finish=finish)

@@ -24,8 +24,8 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import AlphaBetaCostModel, Link
 from shard_spec.planners.base import merge_notes
 from shard_spec.planners.megatron.blocks import Context, Cut, Options, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.linear import first_declared, places_of
 from shard_spec.planners.megatron.planner import Analysis, analyse
+from shard_spec.planners.modules.linear import first_declared, places_of
 
 CUT = "bsh"
 
@@ -114,15 +114,18 @@ class Operation:
     cuts: tuple[Cut, ...] = ()  # its parameters, placed as under a column or row strategy (bias sharded too)
     parameters: tuple[tuple[str, int], ...] = ()  # FQN and number of elements; empty if it has none or shares them
     matmul_elements: int = 0  # weight elements in the product of each token
-    width_in: int = 0  # channels
     width_out: int = 0  # channels
     degrees: frozenset[int] = frozenset()  # allowed numbers of channel shards
     scores: bool = False  # True for attention scores: operations per token then grow with the sequence
-    kept: bool = False  # True if its output is saved for backward even if blocks recompute
     output_bytes: int | None = None  # of one output value, if not the workload's (logits are float32)
     source: int = -1  # index of its input's operation; -1 for none
     residual: int = -1  # index of the stream operation of its residual input; -1 for none
     tied_to: int = -1  # index of the operation with the shared weight; -1 for none
+
+    @property
+    def kept(self) -> bool:
+        """True if its output is saved for backward even if blocks recompute: the stream, and logits."""
+        return self.strategies is STREAM or self.output_bytes is not None
 
     @property
     def num_elements(self) -> int:
@@ -193,10 +196,10 @@ class _Builder:
             if unit.kind is TPBlockKind.HEAD:
                 matmul = max(count for _, count in self._elements(unit.columns))  # the weight, not the bias
                 width = self.operations[stream].width_out
-                sizes: dict[str, Any] = {"matmul_elements": matmul, "width_in": width, "width_out": matmul // width}
-                # Logits are float32.
+                sizes: dict[str, Any] = {"matmul_elements": matmul, "width_out": matmul // width}
                 sizes["degrees"] = self.degrees.get(unit.name, frozenset())
-                self._add(unit.name, COLUMN, unit.columns, kept=True, output_bytes=4, source=stream, **sizes)
+                # Logits are float32.
+                self._add(unit.name, COLUMN, unit.columns, output_bytes=4, source=stream, **sizes)
         for name in (*analysis.unrecognised, *(set(analysis.left_whole) & set(analysis.matmul_bytes))):
             count = self.parameters[name].numel()
             self._add(name, APART, parameters=((name, count),), matmul_elements=count)
@@ -218,7 +221,7 @@ class _Builder:
         return index
 
     def _stream(self, name: str, source: int, residual: int, width: int) -> int:
-        return self._add(name, STREAM, width_in=width, width_out=width, kept=True, source=source, residual=residual)
+        return self._add(name, STREAM, width_out=width, source=source, residual=residual)
 
     def _block(self, unit: TPBlock, stream: int) -> int:
         width, share = self._stream_width(unit), 1.0
@@ -232,13 +235,12 @@ class _Builder:
         row_matmul = int(sum(count for _, count in self._elements(unit.rows)) * share)
         hidden_out, hidden_in = matmul // max(width, 1), row_matmul // max(width, 1)
         degrees = self.degrees.get(unit.name, frozenset())
-        sizes: dict[str, Any] = {"matmul_elements": matmul, "width_in": width, "width_out": hidden_out}
-        sizes |= {"degrees": degrees}
+        sizes: dict[str, Any] = {"matmul_elements": matmul, "width_out": hidden_out, "degrees": degrees}
         inside = self._add(f"{unit.name} in", COLUMN, (*unit.columns, *unit.inner), source=stream, **sizes)
         if unit.kind is TPBlockKind.ATTENTION:
-            sizes = {"width_in": hidden_out, "width_out": hidden_in, "degrees": degrees}
+            sizes = {"width_out": hidden_in, "degrees": degrees}
             inside = self._add(f"{unit.name} scores", ATTENTION, scores=True, source=inside, **sizes)
-        sizes = {"matmul_elements": row_matmul, "width_in": hidden_in, "width_out": width, "degrees": degrees}
+        sizes = {"matmul_elements": row_matmul, "width_out": width, "degrees": degrees}
         row = self._add(f"{unit.name} out", ROW, unit.rows, source=inside, **sizes)
         return self._stream(f"{unit.name} -> stream", row, stream, width)
 
@@ -249,6 +251,5 @@ class _Builder:
         """Return the channels of the residual stream, the output width of a row."""
         (row,) = unit.rows
         shape = self.parameters[row.name].shape
-        dim = int(row.placement[2:-1])  # "S(1)" -> 1
         experts = shape[0] if len(shape) == 3 else 1  # stacked experts: not channels
-        return math.prod(shape) // shape[dim] // experts
+        return math.prod(shape) // shape[row.placement.dim] // experts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, Topology
 from shard_spec.estimate.data_parallel import block_names
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import InterleavedShard, PlacementSpec, ShardSpec
 from shard_spec.optimal.model import ROLE_STRATEGIES, StepModel, StrategyPerAxis, Workload
 from shard_spec.optimal.operations import Operation, Structure, structure_of
 from shard_spec.optimal.problem import CappedSolution, InfeasibleError, least_memory, solve_capped, solve_exact
@@ -25,8 +25,6 @@ from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, Optimal
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_SECTIONS = re.compile(r"I\((\d+), \[([\d, ]+)\]\)")
 
 
 class OptimalPlanner(LayoutPlanner):
@@ -100,7 +98,7 @@ class OptimalPlanner(LayoutPlanner):
         every = [all(strategies[at].weight == "fsdp" for strategies in owners) for at in range(self.mesh.ndim)]
         axes = [axis for axis, alike in zip(self.mesh.axis_names, every, strict=True) if owners and alike]
         if axes:
-            cut = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes[::-1] if len(axes) > 1 else None)
+            cut = Layout(self.mesh, dict.fromkeys(axes, ShardSpec(0)), axes[::-1] if len(axes) > 1 else None)
             rest = (name for name, value in module.named_parameters() if name not in layouts and value.dim() > 0)
             layouts |= dict.fromkeys(rest, cut)
         assert model.roles is not None
@@ -175,22 +173,22 @@ def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec
     Columns and rows shard first, in mesh order. Then rows are sharded for storage, by the last axis first, so the first
     (slowest) axis gathers least.
     """
-    placements = {cut.name: cut.placement for cut in operation.cuts}
+    placements: dict[str, PlacementSpec] = {cut.name: cut.placement for cut in operation.cuts}
     layouts = {}
     named = list(zip(mesh.axis_names, strategies, strict=True))
     parallel = [axis for axis, strategy in named if strategy.weight in ("column", "row")]
     stored = [axis for axis, strategy in reversed(named) if strategy.weight == "fsdp"]
     names = dict.fromkeys([*placements, *(name for name, _ in operation.parameters)])
     for name in names:
-        specs: dict[str, str] = {}
+        specs: dict[str, PlacementSpec] = {}
         pieces = 1
         for axis in parallel:
-            specs[axis] = placements[name]
-            sections = _SECTIONS.fullmatch(placements[name])  # sections are shorter after an earlier axis
-            if sections is not None and pieces > 1:
-                sizes = ", ".join(str(int(size) // pieces) for size in sections[2].split(","))
-                specs[axis] = f"I({sections[1]}, [{sizes}])"
+            spec = placements[name]
+            if isinstance(spec, InterleavedShard) and isinstance(spec.sections, tuple):
+                # Sections are shorter after an earlier axis.
+                spec = replace(spec, sections=tuple(size // pieces for size in spec.sections))
+            specs[axis] = spec
             pieces *= mesh.axis_size(axis)
-        specs.update(dict.fromkeys(stored, "S(0)"))
+        specs.update(dict.fromkeys(stored, ShardSpec(0)))
         layouts[name] = Layout(mesh, specs, [axis for axis in (*parallel, *stored) if axis in specs])
     return layouts

@@ -115,7 +115,8 @@ class PlanContent:
     __hash__ = None  # type: ignore[assignment]  # specs and Sharders need not be hashable; use `digest`
 
     def __repr__(self) -> str:
-        parts = [repr(dict(self.plan))]
+        plain = {key: str(v) if isinstance(v, Layout) and v.mesh == self.mesh else v for key, v in self.plan.items()}
+        parts = [repr(plain)]
         for name in ("output_plan", "return_local_tensor", "mesh", "strict", "axis_roles"):
             value = getattr(self, name)
             if value is not None and value is not False and value != {}:

@@ -7,7 +7,7 @@ from typing import Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.text import parse_placement, split_items
+from shard_spec.layout.text import layout_items, parse_placement
 from shard_spec.plan.axis_roles import role_problems
 from shard_spec.plan.serialize import FORMAT, VERSION
 from shard_spec.plan.untrusted_input import json_values
@@ -66,9 +66,8 @@ def from_document(document: Any) -> dict[str, Any]:
     problems: list[Problem] = []
     items = {**rules, **(outputs or {})}.items()
     for text, name in {value: name for name, value in items if isinstance(value, str)}.items():
-        placements = [item.rpartition(":")[2] for item in split_items(text.partition(";")[0])]
         try:
-            for placement in filter(None, placements):
+            for _, placement in layout_items(text):
                 parse_placement(placement)
         except PlanError as error:
             problems += [Problem("invalid-plan", name, found=each.found, hint=each.hint) for each in error.problems]

@@ -9,6 +9,7 @@ from shard_spec.planners.base import (
     OptimalityBound,
     PlannedSharding,
     ShardingPlanner,
+    StagePlanner,
     compose,
 )
 from shard_spec.planners.megatron import MegatronPlanner
@@ -24,4 +25,5 @@ __all__ = [
     "MegatronPlanner",
     "FullyShardPlanner",
     "ExpertParallelPlanner",
+    "StagePlanner",
 ]

@@ -11,10 +11,11 @@ from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.estimate.data_parallel import block_names
 from shard_spec.estimate.roles import expert_modules
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
-from shard_spec.layout.text import split_items
+from shard_spec.layout.placements import ReplicateSpec, ShardSpec, StageShard
 from shard_spec.plan.globs import glob_rules, pattern_of
 from shard_spec.plan.metadata import metadata_of
 from shard_spec.sharding_plan import ShardingPlan
@@ -63,12 +64,6 @@ class OptimalityBound:
         return text
 
 
-def short_text(layout: Layout) -> str:
-    """Format a layout without its replicated axes."""
-    placements, semicolon, order = str(layout).partition(";")
-    return ", ".join(item for item in split_items(placements) if not item.endswith(":R")) + semicolon + order
-
-
 MeshLike = MeshSpec | Mapping[str, int] | str
 
 
@@ -115,7 +110,7 @@ class PlannedSharding(ShardingPlan):
     unrecognised: Mapping[str, Problem]
     certificate: OptimalityBound | None
 
-    def __init__(self, rules: Mapping[str, str], mesh: MeshSpec, decisions: Decisions) -> None:
+    def __init__(self, rules: Mapping[str, Layout], mesh: MeshSpec, decisions: Decisions) -> None:
         super().__init__(rules, mesh=mesh, axis_roles=decisions.axis_roles)
         object.__setattr__(self, "notes", tuple(decisions.notes))  # frozen base class: no plain assignment
         object.__setattr__(self, "unrecognised", dict(decisions.unrecognised))
@@ -151,11 +146,11 @@ class LayoutPlanner(ShardingPlanner):
             PlanError: the planner's own settings do not fit the module.
         """
         decisions = self.decide(module, {})
-        texts: dict[str, str | None] = {name: None for name, _ in module.named_parameters()}
-        texts |= {name: short_text(each) for name, each in decisions.layouts.items() if not each.is_replicated}
-        others = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(texts)
+        layouts: dict[str, Layout | None] = {name: None for name, _ in module.named_parameters()}
+        layouts |= {name: each for name, each in decisions.layouts.items() if not each.is_replicated}
+        others = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(layouts)
         buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        return PlannedSharding(glob_rules(texts, others, buffers), self.mesh, decisions)
+        return PlannedSharding(glob_rules(layouts, others, buffers), self.mesh, decisions)
 
 
 class ComposedPlanner(LayoutPlanner):
@@ -233,7 +228,7 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
             problems.append(Problem("duplicate-name", name, axis=twice[0], found=reason, hint=hint))
             continue
         added = zip(layout.mesh.axis_names, layout.specs, strict=True)
-        specs = {axis: spec for axis, spec in added if spec.dim is not None}
+        specs = {axis: spec for axis, spec in added if not isinstance(spec, ReplicateSpec)}
         both = [specs.get(axis, spec) for axis, spec in zip(before.mesh.axis_names, before.specs, strict=True)]
         shared = set(before.sharded_axes.values()) & set(layout.sharded_axes.values())
         order = (*before.sharded_axes, *layout.sharded_axes) if shared else None
@@ -254,15 +249,19 @@ class FullyShardPlanner(LayoutPlanner):
         mesh: the axes of the plan.
         axis: one sharding axis or several, outermost first. Other axes replicate (a replica axis beside
             ``axis="dp_shard"`` gives hybrid sharding).
+        context: those of them along which ranks see other tokens of the same samples (context parallelism); along the
+            others they see other samples.
 
     Raises:
         PlanError: an axis is not in the mesh.
     """
 
-    def __init__(self, mesh: MeshLike | DeviceMesh, axis: str | Sequence[str] = "dp") -> None:
+    def __init__(
+        self, mesh: MeshLike | DeviceMesh, axis: str | Sequence[str] = "dp", *, context: str | Sequence[str] = ()
+    ) -> None:
         super().__init__(mesh)
-        self.axes = (axis,) if isinstance(axis, str) else tuple(axis)
-        for name in self.axes:
+        self.axes, self.context = ((each,) if isinstance(each, str) else tuple(each) for each in (axis, context))
+        for name in (*self.axes, *self.context):
             self.mesh.axis_size(name)
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
@@ -272,8 +271,10 @@ class FullyShardPlanner(LayoutPlanner):
             used = given[name].sharded_axes if name in given else ()
             axes = [axis for axis in self.axes if len(self.axes) == 1 or axis not in used]
             if parameter.dim() > 0 and axes:
-                layouts[name] = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes if len(axes) > 1 else None)
-        return Decisions(layouts, axis_roles=dict.fromkeys(self.axes, "data"))
+                layouts[name] = Layout(self.mesh, dict.fromkeys(axes, ShardSpec(0)), axes if len(axes) > 1 else None)
+        return Decisions(
+            layouts, axis_roles={**dict.fromkeys(self.axes, "data"), **dict.fromkeys(self.context, "context")}
+        )
 
 
 class ExpertParallelPlanner(LayoutPlanner):
@@ -310,5 +311,49 @@ class ExpertParallelPlanner(LayoutPlanner):
             for each in experts
             if each.shape[0] % self.size
         )
-        cut = Layout(self.mesh, {self.axis: "S(0)"})
+        cut = Layout(self.mesh, {self.axis: ShardSpec(0)})
         return Decisions({each.name: cut for each in experts}, axis_roles={self.axis: "expert"})
+
+
+class StagePlanner(LayoutPlanner):
+    """Stages of a pipeline: each repeated block lies on one stage, in order, and evenly unless `blocks` says otherwise.
+
+    What the model has before its blocks lies on the first stage, what it has after them on the last. A weight that is
+    tied over both lies on the first; `plan.memory` counts its copy on the last. The plan is for memory and bytes, and
+    to move weights; it holds no schedule. Compose it with planners of the other axes.
+
+    Args:
+        mesh: the axes of the plan.
+        axis: the axis of the stages.
+        blocks: number of blocks on each stage; evenly by default, the first stages one more.
+
+    Raises:
+        PlanError: the axis is not in the mesh; by `build_plan`, the numbers of blocks are not those of the model.
+    """
+
+    def __init__(self, mesh: MeshLike | DeviceMesh, axis: str = "pp", blocks: Sequence[int] | None = None) -> None:
+        super().__init__(mesh)
+        self.axis, self.size = axis, self.mesh.axis_size(axis)
+        self.blocks = None if blocks is None else tuple(blocks)
+
+    def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
+        metadata = metadata_of(module)
+        names = block_names(metadata)
+        even = tuple(len(names) // self.size + (at < len(names) % self.size) for at in range(self.size))
+        sizes = even if self.blocks is None else self.blocks
+        if len(sizes) != self.size or sum(sizes) != len(names) or min(sizes) < 1:
+            found = f"{', '.join(map(str, sizes))} blocks on {self.size} stages of a model with {len(names)}"
+            hint = "give each stage at least one block, and all blocks a stage"
+            raise PlanError(Problem("does-not-divide", "blocks", axis=self.axis, found=found, hint=hint))
+        stages = [stage for stage, count in enumerate(sizes) for _ in range(count)]
+        stage_of = dict(zip(names, stages, strict=True))
+        layouts, passed = {}, False  # blocks have come
+        for tensor in metadata.parameters:
+            parts = tensor.name.split(".")
+            outer = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+            block = next((name for name in outer if name in stage_of), None)
+            stage = stage_of[block] if block is not None else (self.size - 1 if passed else 0)
+            passed = passed or block is not None
+            if tensor.shape:  # a number is on every stage
+                layouts[tensor.name] = Layout(self.mesh, {self.axis: StageShard(stage)})
+        return Decisions(layouts, axis_roles={self.axis: "stage"})

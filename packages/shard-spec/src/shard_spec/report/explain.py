@@ -96,6 +96,7 @@ def _explain_tensor(found: Resolution, name: str) -> str:
         for axis, spec in zip(layout.mesh.axis_names, layout.specs, strict=True):
             count, dim = layout.mesh.axis_size(axis), spec.dim
             where = f"dim {dim % len(tensor.shape)} is sharded over" if dim is not None else "the same on all"
+            where = f"on the ranks of stage {layout.stages[axis]} alone, of" if axis in layout.stages else where
             lines.append(f"  along {axis}: {where} {count} ranks")
         ranks = list(layout.mesh.ranks)
         for rank in ranks[:8]:  # enough to see the pattern

@@ -12,7 +12,7 @@ from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.intervals import Box
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import PlacementLike, UnevenShard, chunk
+from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec, UnevenShard, chunk
 from shard_spec.specs.shards import (
     DeviceLike,
     RemoteDevice,
@@ -85,14 +85,14 @@ class ShardingSpec(abc.ABC):
         ranks, (cuts, order) = tuple(held), grid  # order: row-major cells
         cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
         if not cut_dims:  # one shard
-            return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])  # one rank holds all
+            return Layout(MeshSpec({"shard0": 1}, ranks), [ShardSpec(0) if shape else REPLICATE])  # one rank holds all
         # One mesh axis for each sharded dim, ranks in the order of their shards.
         axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
-        placements: list[PlacementLike] = []
+        placements: list[PlacementSpec] = []
         for dim in cut_dims:
             sizes = tuple(size for _, size in cuts[dim])
             plain = tuple(chunk(shape[dim], len(sizes), at)[1] for at in range(len(sizes)))  # sizes of torch.chunk
-            placements.append(f"S({dim})" if sizes == plain else UnevenShard(dim, sizes))
+            placements.append(ShardSpec(dim) if sizes == plain else UnevenShard(dim, sizes))
         return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
 
 
@@ -171,7 +171,7 @@ class ChunkShardingSpec(ShardingSpec):
         """See ``ShardingSpec.to_layout``; permuted devices give a permuted mesh."""
         shape = tuple(shape)
         dim, ranks = self.normalized(len(shape)).dim, tuple(box_of_each_rank(self, shape))
-        return Layout(MeshSpec({f"shard{dim}": len(ranks)}, ranks), [f"S({dim})"])
+        return Layout(MeshSpec({f"shard{dim}": len(ranks)}, ranks), [ShardSpec(dim)])
 
 
 @dataclass(frozen=True, init=False)

@@ -7,6 +7,8 @@ without an error.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 from tp_ddp_bridge._shared.consensus import named_collective
 from tp_ddp_bridge._shared.problems import own_errors
 from tp_ddp_bridge._torch_compat import LocalGradScaler
-from tp_ddp_bridge.layout import tensor_groups
+from tp_ddp_bridge.layout import as_plain, refuse_full_reads, tensor_groups
 from tp_ddp_bridge.optim.elementwise import parameters_of
 
 
@@ -30,6 +32,14 @@ class GradScaler(LocalGradScaler):
         """Divide the gradients of ``optimizer`` by the scale."""
         with own_errors():  # another package may have marked a parameter as stale
             super().unscale_(optimizer)
+
+    def _unscale_grads_(self, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, torch.Tensor]:
+        leaves = as_plain(parameters_of(optimizer))  # of which torch's search for infinities is refused
+        try:
+            return super()._unscale_grads_(optimizer, *arguments)
+        finally:
+            for leaf in leaves:
+                refuse_full_reads(leaf)
 
     def _reduce_found_inf(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
         """Let every rank take the verdict of all shards; ``found_inf`` is changed in place."""

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_styles._shared.execution_check import Precision, random_state_restored
 from tp_styles._shared.norms import BRIDGED
+from tp_styles._shared.progress import each_shown
 from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, without_dispatch_modes
 from tp_styles.check import RUNNING, Running, running
 from tp_styles.check.compare import Comparison, Difference, cotangents
@@ -41,6 +42,7 @@ from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.install import KeyRemover, ModuleChange
 from tp_styles.runtime.parameters import ShardParameter, agreed_values
 from tp_styles.runtime.redistribute import TPGroup
+from tp_styles.runtime.votes import PeerRaised, Votes, before_collective, voting
 from tp_styles.values import is_below
 
 Check = Literal["first", "always", "never"]
@@ -172,10 +174,12 @@ class Attempt:
     Attributes:
         value: This rank's result; None if the action raised on any rank.
         errors: Text of each rank's error, `""` without, and True for an error of a plan.
+        is_lone: Some ranks alone raised, or the ranks made different collectives.
     """
 
     value: Any
-    errors: tuple[tuple[str, bool], ...]
+    errors: tuple[tuple[str, bool], ...] = ()
+    is_lone: bool = False
 
     @property
     def failure(self) -> str:
@@ -321,7 +325,8 @@ class Checker:
         dtypes = EXACT if scope.is_small else (None,)
         for lively, dtype in itertools.product((True, False), dtypes):
             both = self._runs(scope, call, Both(dtype, lively), calls)  # the sharded one records the regions' calls
-            for current in inner_first(calls):
+            order = inner_first(calls)
+            for current in each_shown("tp_styles: check of the first call", order, len(order)):
                 checker, inner = current.checker, calls[current]
                 # Inputs that were recorded in the model's own type are compared in the most exact one.
                 is_open = current is not scope and dtype is None and current.is_small
@@ -397,7 +402,8 @@ class Checker:
             is_done = is_compared or (mode in region.done and not checker.always)
             if region in recorded or is_done or checker.axis.mesh != self.axis.mesh:
                 return
-            with without_dispatch_modes():
+            before_collective(self.axis.group, f"the record of {region}")
+            with without_dispatch_modes(), voting(None):
                 call = checker._call(region, args, kwargs)
             if call is not None:
                 recorded.add(region)
@@ -482,15 +488,22 @@ class Checker:
         if both.sharded is None:
             return verdict.failed(both.failure or (both.reference.failure if both.reference else ""))
         sharded, reference = both.sharded, both.reference
+        if sharded.is_refusal:  # the call raises it too, but for a rank's own error, with which the others would wait
+            self._raise_lone_error(scope, sharded, "the sharded forward")
         if sharded.value is None and (both.dtype is not None or sharded.is_refusal):
             return verdict.failed(sharded.failure)
         with self._isolated(call.mode) as constants:
             constants.epsilon, constants.has_drawn = both.precision
             if reference is None:
                 reference = self._attempt(lambda: self._run(scope, call.mode, both, original=True))
+                self._raise_lone_error(scope, reference)
             if sharded.value is None:
                 if reference.value is not None:
-                    verdict.differences = self.union([Difference("raises", both.place, math.inf, sharded.failure)])
+                    own, _ = sharded.errors[self.axis.rank]
+                    differences = [Difference("raises", both.place, math.inf, own)] if own else []
+                    verdict.differences = self.union(differences)
+                elif not both.lively:
+                    self._raise_lone_error(scope, sharded, "the sharded forward")
                 return verdict.failed(sharded.failure)
             verdict.stage = Stage.SHARDED
             if reference.value is None:
@@ -508,7 +521,7 @@ class Checker:
             verdict.local = tuple(output.path for output in outputs if output.is_local_shard)
             starts = cotangents(outputs, self.axis)
             if not verdict.differences and call.mode[1] and starts[0][0]:
-                if failure := self._backward(verdict, both, sharded.value, reference.value, starts):
+                if failure := self._backward(scope, verdict, both, (sharded.value, reference.value), starts):
                     return verdict.failed(failure)
                 comparison.tolerance = 10 * self.tolerance(constants)  # gradients are sums over the batch
                 verdict.differences = self.union(comparison.gradients(sharded.value, reference.value, *both.copies))
@@ -520,11 +533,14 @@ class Checker:
             scope.verified.add(call.mode)
         return verdict
 
-    def _backward(self, verdict: Verdict, both: Both, sharded: Run, reference: Run, starts: tuple[Any, ...]) -> str:
-        """Run both backwards; return the text of an error."""
-        for run, copies, (outputs, gradients) in zip((sharded, reference), both.copies, starts, strict=True):
-            with running(Running(is_original=run is reference)):  # a checkpoint runs forwards again
+    def _backward(
+        self, scope: Scope, verdict: Verdict, both: Both, runs: tuple[Run, Run], starts: tuple[Any, ...]
+    ) -> str:
+        """Run both backwards; return the text of an error of all ranks."""
+        for run, copies, (outputs, gradients) in zip(runs, both.copies, starts, strict=True):
+            with running(Running(is_original=run is runs[1])):  # a checkpoint runs forwards again
                 backward = self._attempt(partial(run.backward, outputs, gradients, copies.leaves))
+            self._raise_lone_error(scope, backward, f"the {'original' if run is runs[1] else 'sharded'} backward")
             if backward.value is None:
                 return backward.failure
             verdict.stage = Stage.SHARDED_BACKWARD
@@ -582,17 +598,15 @@ class Checker:
             hint = "add layers first, then call apply_plan with a style for them: for LoRA, LoRAParallel on the pair"
             raise CheckError([Problem("model-changed", str(scope), found=text, hint=hint)])
 
-    def _raise_lone_error(self, scope: Scope, attempt: Attempt) -> None:
-        """Raise an original's error on all ranks if it raised on some of them only."""
-        errors = [text for text, _ in attempt.errors]
-        if all(errors) or not any(errors):
-            return
-        hint = "this error is one rank's own; it is raised on all ranks, so that none waits"
-        raise CheckError(
-            Problem("check-raises", str(scope), found=f"the original on rank {rank}: {text}", hint=hint)
-            for rank, text in enumerate(errors)
-            if text
-        )
+    def _raise_lone_error(self, scope: Scope, attempt: Attempt, run: str = "the original") -> None:
+        """Raise a run's error on all ranks if it raised on some of them only: in the call the others would wait."""
+        if attempt.is_lone:
+            hint = "this error is one rank's own; it is raised on all ranks, so that none waits"
+            raise CheckError(
+                Problem("check-raises", str(scope), found=f"{run} on rank {rank}: {text}", hint=hint)
+                for rank, (text, _) in enumerate(attempt.errors)
+                if text
+            )
 
     def _compare_generators(self, scope: Scope) -> None:
         """Compare the default generators of the ranks.
@@ -687,20 +701,29 @@ class Checker:
         return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
 
     def _attempt(self, act: Callable[[], Any]) -> Attempt:
-        """Run an action on all ranks, and exchange its errors."""
-        result, error = None, ("", False)
+        """Run an action on all ranks. An error on one of them ends it on the others before their next collective."""
+        votes, result, error = Votes(self.axis.group), None, ("", False)
         try:
-            result = act()
+            with voting(votes):
+                result = act()
+        except PeerRaised:
+            pass  # the others' errors follow
         except Exception as raised:
             line, *more = str(raised).splitlines() or [""]
             text = " ".join([f"{type(raised).__name__}: {line}", *(more[:1] if line.endswith(":") else ())])
             error = text, isinstance(raised, PlanError)
-        errors = tuple(self.axis.all_gather_objects(error, "the check"))
-        return Attempt(None if any(text for text, _ in errors) else result, errors)
+        if votes.end(raised=bool(error[0])):
+            return Attempt(result)
+        everyone = self.axis.all_gather_objects((error, votes.collective), "the check")
+        errors = tuple(raised for raised, _ in everyone)
+        count = sum(bool(text) for text, _ in errors)
+        if not count:  # in the call these ranks would misread each other's messages, or wait
+            errors = tuple((f"goes on to {name or 'its end'}, other ranks do not", False) for _, name in everyone)
+        return Attempt(None, errors, is_lone=count < self.axis.size)
 
-    def union(self, found: list[Difference]) -> list[Difference]:
+    def union(self, differences: list[Difference]) -> list[Difference]:
         """Return the largest differences of all ranks, one list for every rank."""
-        everyone = self.axis.all_gather_objects(found, "the check")
+        everyone = self.axis.all_gather_objects(differences, "the check")
         worst: dict[tuple[str, str], Difference] = {}
         for difference in (item for rank in everyone for item in rank):
             key = (difference.kind, difference.name)

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from tp_styles._shared.copying import Copier
 from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.execution_check import Precision, is_random, relative_error
-from tp_styles._torch_compat import local_of, tree_map
+from tp_styles._torch_compat import group_of, local_of, tree_map
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.parameters import agreed_values
 from tp_styles.runtime.redistribute import TPGroup
+from tp_styles.runtime.votes import before_collective
 from tp_styles.values import normalized
 
 # Of the largest value: kernels may round in another order on each rank.
@@ -291,6 +292,8 @@ class ConstantRandomness(Precision):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the operation's result, or a constant of its shape."""
         kwargs = kwargs or {}
+        if (group := group_of(func, args)) is not None:
+            before_collective(group, _call_text(func, args))
         if not is_random(func, args, kwargs):
             return super().__torch_dispatch__(func, types, args, kwargs)
         self.has_drawn = True
@@ -312,6 +315,15 @@ class ConstantRandomness(Precision):
             return drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
         value = 0.0 if name.startswith(("randint", "random")) else CONSTANTS.get(name.strip("_").split("_")[0], 1.0)
         return tree_map(lambda x: x.fill_(value) if isinstance(x, torch.Tensor) else x, drawn)
+
+
+def _call_text(func: Any, args: tuple[Any, ...]) -> str:
+    """Return a collective's name, and size and type of its first tensor: equal on all ranks, but for all-to-alls."""
+    name, first = func._schema.name.partition("::")[2], args[0]
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    is_uneven = name.replace("_", "").startswith("alltoall")
+    return name if is_uneven or not isinstance(first, torch.Tensor) else f"{name} of {first.numel()} {first.dtype}"
 
 
 def _without_rate(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:

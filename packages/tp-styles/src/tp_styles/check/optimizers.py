@@ -189,9 +189,9 @@ def _compare_replicas(optimizer: Optimizer) -> None:
             if id(parameter) in held and BRIDGED not in vars(parameter):  # the bridge compares its own
                 held.discard(id(parameter))
                 pieces.setdefault(axis, []).extend(_replicas(name, parameter, axis))
-    for axis, found in pieces.items():
-        if found and not any(is_fake(gradient) for _, gradient, _ in found):
-            _compare_norms(axis, found)
+    for axis, replicas in pieces.items():
+        if replicas and not any(is_fake(gradient) for _, gradient, _ in replicas):
+            _compare_norms(axis, replicas)
 
 
 def _replicas(name: str, parameter: torch.Tensor, axis: TPGroup) -> Iterator[Piece]:
@@ -211,9 +211,9 @@ def _replicas(name: str, parameter: torch.Tensor, axis: TPGroup) -> Iterator[Pie
         split = split_of(info)
         assert split.dim is not None
         widths = [stop - start for start, stop in split.ranges(axis.rank, axis.size)]
-        for section, piece in zip(split.sections, local.split(widths, split.dim), strict=True):
+        for section, part in zip(split.sections, local.split(widths, split.dim), strict=True):
             if section.copies > 1:  # key-value heads
-                yield name, piece, section.copies
+                yield name, part, section.copies
 
 
 def _is_replicated_over(parameter: DTensor, axis: TPGroup) -> bool:
@@ -229,13 +229,13 @@ def _is_replicated_over(parameter: DTensor, axis: TPGroup) -> bool:
 
 
 def _compare_norms(axis: TPGroup, pieces: list[Piece]) -> None:
-    own = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for _, piece, _ in pieces])
+    own = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for _, part, _ in pieces])
     with named_collective("the comparison of gradients at an optimizer's step"):
         table = axis.all_gather(own.to(axis.mesh.device_type).unsqueeze(0), 0).cpu()  # ranks x pieces
     largest, problems = float(table.nan_to_num(0.0, 0.0, 0.0).max()), []
-    for index, (name, piece, copies) in enumerate(pieces):
+    for index, (name, part, copies) in enumerate(pieces):
         # Ranks may sum in another order, and norms far below the others are rounding alone.
-        tolerance = max(1e-3, 4 * torch.finfo(piece.dtype).eps)
+        tolerance = max(1e-3, 4 * torch.finfo(part.dtype).eps)
         for norms in table[:, index].split(copies):
             high, low = float(norms.max()), float(norms.min())
             if high - low > tolerance * high and high > 1e-5 * largest:

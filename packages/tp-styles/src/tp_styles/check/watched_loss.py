@@ -33,14 +33,14 @@ class WatchedShard(torch.Tensor):
         """Call a function; note one that reduces, and compare a loss before its backward."""
         if is_compiling():  # a compiled loss is traced without the notes
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
-        found = [x for _, x in tensors_in((args, kwargs)) if isinstance(x, WatchedShard)]
-        if found and func in (torch.Tensor.backward, torch.autograd.grad):
-            compare_loss(found[0])
+        shards = [x for _, x in tensors_in((args, kwargs)) if isinstance(x, WatchedShard)]
+        if shards and func in (torch.Tensor.backward, torch.autograd.grad):
+            compare_loss(shards[0])
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
-        if not found:
+        if not shards:
             return result
-        reads = [*found[0]._reads, *([REDUCTIONS[func]] if func in REDUCTIONS else [])]
-        return tree_map(lambda x: watched(x, found[0]._axis, reads) if isinstance(x, WatchedShard) else x, result)
+        reads = [*shards[0]._reads, *([REDUCTIONS[func]] if func in REDUCTIONS else [])]
+        return tree_map(lambda x: watched(x, shards[0]._axis, reads) if isinstance(x, WatchedShard) else x, result)
 
 
 def watched(x: torch.Tensor, axis: TPGroup, reads: list[str]) -> WatchedShard:
@@ -69,9 +69,11 @@ def compare_loss(loss: WatchedShard) -> None:
     reads = ", ".join(dict.fromkeys(loss._reads)) or "functions"
     reason = f"{[float(f'{value:.9g}') for value in values]} on the ranks: {reads} of one rank's features"
     hint = (
-        "vocab_parallel_logsumexp(logits, mesh=) and its like are of all classes; output_layouts=Replicate() gives all"
-        " features; use_local_output=False gives a DTensor, whose logsumexp or mean"
-        " is of all of them (add its full_tensor() to the loss), and which vocab_parallel_cross_entropy takes"
+        "for the loss of all features: vocab_parallel_logsumexp(logits, mesh=) and its like; or a DTensor"
+        " (use_local_output=False), whose sum, mean or logsumexp is of all of them (add its full_tensor() to the loss),"
+        " and which vocab_parallel_cross_entropy takes; or output_layouts=Replicate(), which gives all features. For a"
+        " loss of each rank's own features, whose gradients are those of the sum over the ranks: write it as such a"
+        ' DTensor\'s sum, or skip the comparison with check="never"'
     )
     raise PlanError(Problem("local-shard-as-full", "loss", found=reason, hint=hint))
 

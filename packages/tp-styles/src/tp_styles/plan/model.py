@@ -108,29 +108,29 @@ Regions = dict[str, tuple[list[str], list[str]]]
 
 def regions_of(plan: TPPlan) -> Regions:
     """The regions of a plan."""
-    rows = [found.name for found in plan.modules if _is_row(found)]
+    rows = [planned.name for planned in plan.modules if _is_row(planned)]
     regions: Regions = {}
-    for found in plan.modules:
-        home = found.name if _is_column(found) else ""
-        while home:
-            home = home.rpartition(".")[0]
-            if inside := [row for row in rows if is_below(row, home)]:
-                regions.setdefault(home, ([], inside))[0].append(found.name)
+    for planned in plan.modules:
+        block = planned.name if _is_column(planned) else ""
+        while block:
+            block = block.rpartition(".")[0]
+            if inside := [row for row in rows if is_below(row, block)]:
+                regions.setdefault(block, ([], inside))[0].append(planned.name)
                 break
     return regions
 
 
-def _is_column(found: PlannedModule) -> bool:
+def _is_column(planned: PlannedModule) -> bool:
     """Whole input, a shard out."""
-    spec = found.spec
+    spec = planned.spec
     leaves_shard = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].dst, Shard)
     comes_whole = bool(spec.inputs) and not isinstance(spec.inputs[0][1].dst, Shard)
     return leaves_shard and comes_whole and bool(spec.parameters)
 
 
-def _is_row(found: PlannedModule) -> bool:
+def _is_row(planned: PlannedModule) -> bool:
     """A shard in, a sum out."""
-    spec = found.spec
+    spec = planned.spec
     sums = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].src, Partial)
     return sums and bool(spec.inputs) and isinstance(spec.inputs[0][1].src, Shard)
 
@@ -140,15 +140,15 @@ def shared_inputs(plan: TPPlan) -> Iterator[tuple[str, dict[Redistribution, list
 
     Row-wise layers of a block within are not the block's own.
     """
-    regions, specs = plan.regions, {found.name: found.spec for found in plan.modules}
-    for home, (columns, rows) in regions.items():
-        inner = [other for other in regions if other != home and is_below(other, home)]
+    regions, specs = plan.regions, {planned.name: planned.spec for planned in plan.modules}
+    for block, (columns, rows) in regions.items():
+        inner = [other for other in regions if other != block and is_below(other, block)]
         own = [row for row in rows if not any(is_below(row, other) for other in inner)]
         flows: dict[Redistribution, list[str]] = {}
         for name in columns:
             flows.setdefault(specs[name].inputs[0][1], []).append(name)
         if own:
-            yield home, flows, own
+            yield block, flows, own
 
 
 # Dims of an activation that a plan assumes where it has to: batch, sequence, features.
@@ -215,12 +215,12 @@ def collectives(plan: TPPlan) -> Iterator[Collective]:
                 yield Collective(module.name, name, "backward", Step("all_reduce"), elements=count)
 
 
-def _sent(step: Step, whole: int, tp_size: int) -> float:
-    """Return elements sent by a rank for an activation with `whole` elements over all ranks."""
+def _sent(step: Step, elements: int, tp_size: int) -> float:
+    """Return elements sent by a rank for an activation with `elements` elements over all ranks."""
     if step.op == "all_reduce":
-        return whole if tp_size > 1 else 0
+        return elements if tp_size > 1 else 0
     others = (tp_size - 1) / tp_size
-    return whole * others / tp_size if step.op == "all_to_all" else whole * others
+    return elements * others / tp_size if step.op == "all_to_all" else elements * others
 
 
 # ---------------------------------------------------------------------------------------------- values
@@ -280,6 +280,7 @@ def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
             for each in planned
             if each.module == module.name
         ]
+        lines += [f"    {note}" for note in module.spec.notes(plan.tp_size)]
     if name is None and plan.unstyled:
         total = sum(left.num_bytes for left in plan.unstyled)
         lines.append(f"replicated: {len(plan.unstyled)} parameters, {_bytes(total)}")
@@ -316,13 +317,13 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
-def _amount(found: Collective, module: PlannedModule, num_tokens: int | None) -> str:
+def _amount(collective: Collective, module: PlannedModule, num_tokens: int | None) -> str:
     itemsize = max((info.dtype.itemsize for info in module.info.parameters if info.dtype.is_floating_point), default=4)
-    if found.elements:
-        return _bytes(found.elements * itemsize)
+    if collective.elements:
+        return _bytes(collective.elements * itemsize)
     if num_tokens is None:
-        return f"{_bytes(found.elements_per_token * itemsize)} a token"
-    return _bytes(found.elements_per_token * itemsize * num_tokens)
+        return f"{_bytes(collective.elements_per_token * itemsize)} a token"
+    return _bytes(collective.elements_per_token * itemsize * num_tokens)
 
 
 def _bytes(count: float) -> str:

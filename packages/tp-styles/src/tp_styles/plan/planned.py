@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tp_styles._shared.patterns import Pattern, most_specific
 from tp_styles._torch_compat import TorchParallelStyle
 from tp_styles.plan.model import PlannedModule, TPPlan, UnstyledParameter
-from tp_styles.plan.style import Style
+from tp_styles.plan.style import AddedByPlanner, ParallelStyle
 from tp_styles.problems import PlanError, Problem, StyleTypeError
 from tp_styles.values import (
     ParameterSpec,
@@ -147,11 +147,13 @@ def plan_module(
             planned[entry.name] = entry
     for name in _around_layers(modules, planned):
         spec = StyleSpec(compute="none", attributes=(("use_nested_tensor", False),))
-        planned.setdefault(name, PlannedModule(describe(modules[name], name), "(around its layers)", Style(), spec))
+        planned.setdefault(
+            name, PlannedModule(describe(modules[name], name), "(around its layers)", AddedByPlanner(), spec)
+        )
     for name, keys in _replicated(modules, planned).items() if rest == "replicated" else ():  # left by all styles
         # The module's own forward runs on local ones.
         spec = StyleSpec("module", tuple((key, ParameterSpec(Split.replicated())) for key in keys))
-        planned[name] = PlannedModule(describe(modules[name], name), 'rest="replicated"', Style(), spec)
+        planned[name] = PlannedModule(describe(modules[name], name), 'rest="replicated"', AddedByPlanner(), spec)
     ordered = [planned[name] for name in modules if name in planned]  # the model's order on all ranks
     ordered = _without_shared(ordered, modules, problems)
     for entry in ordered:
@@ -195,7 +197,7 @@ def _expanded(
 ) -> Iterator[PlannedModule]:
     """Yield the module with its style, then the modules below with styles from it."""
     info = describe(modules[name], name)
-    if not isinstance(style, Style) or style.is_foreign:  # no spec: its own `_apply` decides
+    if not isinstance(style, ParallelStyle) or style.is_foreign:  # no spec: its own `_apply` decides
         yield PlannedModule(info, pattern, style, StyleSpec(compute="foreign"))
         return
     spec = style.spec(info, tp_size)
@@ -244,11 +246,11 @@ def _around_layers(modules: dict[str, nn.Module], planned: dict[str, PlannedModu
     ]
 
 
-def _two_styles(found: PlannedModule, rival: PlannedModule) -> Problem:
+def _two_styles(planned: PlannedModule, rival: PlannedModule) -> Problem:
     return Problem(
         "ambiguous-pattern",
-        found.name,
-        found=f"{rival.style!r} by {rival.pattern!r} and {found.style!r} by {found.pattern!r}",
+        planned.name,
+        found=f"{rival.style!r} by {rival.pattern!r} and {planned.style!r} by {planned.pattern!r}",
         hint="a module takes one style",
     )
 
@@ -265,53 +267,53 @@ def _without_shared(
     return list(first_uses.values())
 
 
-def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> Iterator[Problem]:
+def _state_problems(planned: PlannedModule, module: nn.Module, tp_size: int) -> Iterator[Problem]:
     """Yield reasons in a module's state not to shard it."""
-    if found.spec.compute == "foreign":  # its own `_apply` decides
+    if planned.spec.compute == "foreign":  # its own `_apply` decides
         return
-    if "forward" in vars(module) and found.spec.compute not in ("hooks", "none"):
+    if "forward" in vars(module) and planned.spec.compute not in ("hooks", "none"):
         hint = "the module is parallel already (undo it first), or something else has replaced its forward"
-        yield Problem("already-applied", found.name, found=repr(type(vars(module)["forward"]).__name__), hint=hint)
-    for name, value in found.spec.attributes:
+        yield Problem("already-applied", planned.name, found=repr(type(vars(module)["forward"]).__name__), hint=hint)
+    for name, value in planned.spec.attributes:
         path, _, attribute = name.rpartition(".")
         count = getattr(module.get_submodule(path), attribute, None)
         if isinstance(value, PerRank) and (not isinstance(count, int) or count % tp_size):
             yield Problem(
-                "does-not-divide", found.info.where(name), found=f"{count} over {tp_size} ranks", hint="a count"
+                "does-not-divide", planned.info.where(name), found=f"{count} over {tp_size} ranks", hint="a count"
             )
-    for name, _ in found.spec.buffers:
+    for name, _ in planned.spec.buffers:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
         if owner._buffers.get(attribute) is None or attribute not in owner._non_persistent_buffers_set:
             hint = "register_buffer(..., persistent=False): a state dict would hold one rank's shard"
-            yield Problem("unknown-name", found.info.where(name), found="no buffer outside of state dicts", hint=hint)
+            yield Problem("unknown-name", planned.info.where(name), found="no buffer outside of state dicts", hint=hint)
     # Experts of transformers: a rank whose rows are unaligned would raise alone, and leave the others waiting.
     kernel = getattr(getattr(module, "config", None), "_experts_implementation", "")
     is_grouped = kernel == "grouped_mm" and hasattr(module, "is_transposed")
-    for name, item in found.spec.parameters:
+    for name, item in planned.spec.parameters:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
         parameter = owner._parameters.get(attribute)  # a parametrization makes it a property
         if parameter is None:
             yield Problem(
                 "module-not-shardable",
-                found.info.where(name),
+                planned.info.where(name),
                 found="no plain parameter of that name (a parametrization or weight norm)",
                 hint="remove it before, and put it back after",
             )
         elif not isinstance(parameter, DTensor) and hasattr(parameter, "__tensor_flatten__"):  # torchao's
             reason = f"a weight of {type(parameter).__module__}.{type(parameter).__name__}"
             hint = "shard first, then quantise each rank's weights; or leave the module out of the plan"
-            yield Problem("module-not-shardable", found.info.where(name), found=reason, hint=hint)
+            yield Problem("module-not-shardable", planned.info.where(name), found=reason, hint=hint)
         elif isinstance(parameter, DTensor):
             hint = "tensor parallelism comes first, before FSDP and before another plan"
             yield Problem(
-                "already-applied", found.info.where(name), found=f"a DTensor with {parameter.placements}", hint=hint
+                "already-applied", planned.info.where(name), found=f"a DTensor with {parameter.placements}", hint=hint
             )
         elif is_grouped and item.split.dim and any(n * parameter.itemsize % 16 for n in item.split.sizes(tp_size)):
             reason = f"shards of {item.split.sizes(tp_size)} {parameter.dtype}: no multiples of 16 bytes"
             hint = 'grouped products of torch take no others: set_experts_implementation("eager") of the model does'
-            yield Problem("does-not-divide", found.info.where(name), dim=item.split.dim, found=reason, hint=hint)
+            yield Problem("does-not-divide", planned.info.where(name), dim=item.split.dim, found=reason, hint=hint)
 
 
 def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, PlannedModule]:

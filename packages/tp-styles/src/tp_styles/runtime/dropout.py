@@ -164,10 +164,10 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup, regions: Regi
     """
     styled = {f.name for f in plan.modules if f.spec.shards_randomness or f.spec.compute == "multihead-attention"}
     removers: list[Callable[[], None]] = []
-    for home, (inside, ends) in regions.items():
-        apart = {*inside, *ends, *styled, *(other for other in regions if other != home and is_below(other, home))}
-        modules = list(_without(model.get_submodule(home), {model.get_submodule(name) for name in apart}))
-        module, below = model.get_submodule(home), [model.get_submodule(name) for name in ends]
+    for block, (inside, ends) in regions.items():
+        apart = {*inside, *ends, *styled, *(other for other in regions if other != block and is_below(other, block))}
+        modules = list(_without(model.get_submodule(block), {model.get_submodule(name) for name in apart}))
+        module, below = model.get_submodule(block), [model.get_submodule(name) for name in ends]
         if rates := rates_of(modules):
             groups = [[model.get_submodule(name) for name in names] for names in _groups(model, inside, ends)]
             removers += Region(axis, rates, groups).install(module, below)

@@ -15,7 +15,7 @@ from tp_styles._torch_compat import without_compiler
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.forwards import ModuleForward
 from tp_styles.runtime.redistribute import Redistribute, TPGroup, moved_back
-from tp_styles.runtime.token_exchange import AllToAllDispatcher, RoutedTokens, TokenDispatcher
+from tp_styles.runtime.token_exchange import AllToAllDispatcher, RoutedTokens, TokenDispatcher, announce_error
 from tp_styles.values import Redistribution, Split, Step, StyleSpec
 
 # How a module of experts takes its tokens; see `Experts.form`.
@@ -94,11 +94,17 @@ class ExpertForward(ModuleForward):
     @without_compiler
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the module's output for the tokens that are given on this rank."""
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        hidden, indices, weights = self.read(given)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        sizes = Split.along(0, flat.shape[0]).sizes(self.axis.size)  # of the ranks' shares, if all have all tokens
-        tokens, *moved = self.enter((flat, indices, weights))
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        try:
+            hidden, indices, weights = self.read(arguments)
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            sizes = Split.along(0, flat.shape[0]).sizes(self.axis.size)  # of the ranks' shares, if all have all tokens
+            tokens, *moved = self.enter((flat, indices, weights))
+        except Exception:
+            if isinstance(self.dispatcher, AllToAllDispatcher):  # the other ranks may have come to their exchange
+                device = torch.device(self.axis.mesh.device_type)
+                announce_error(self.experts.count, self.axis.group, device)
+            raise
         routed = self.dispatcher.dispatch(
             tokens, moved[0], moved[1], num_experts=self.experts.count, group=self.axis.group
         )
@@ -106,7 +112,7 @@ class ExpertForward(ModuleForward):
             for owner, attribute, key in self.places:
                 if key in self.sums and (local := super().parameter_of(owner, attribute, key)) is not None:
                     self.summed[key] = local
-            rows = self.run_experts(routed, given) if routed.hidden.shape[0] else None
+            rows = self.run_experts(routed, arguments) if routed.hidden.shape[0] else None
             width, dtype = self.result_of(routed.hidden, rows)
             rows = self.no_rows(routed, width, dtype) if rows is None else rows
             # A rank without tokens for an expert may not use a replicated parameter: it joins the sum all the same.
@@ -119,18 +125,18 @@ class ExpertForward(ModuleForward):
         shape = (*hidden.shape[:-1], output.shape[-1])
         return output if output.shape == shape else output.reshape(shape)  # FSDP2 warns of views
 
-    def read(self, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def read(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return tokens, indices `[T, k]` and weights `[T, k]` of a call, whatever form they come in."""
         names, count = self.experts.inputs, self.experts.count
-        tokens = given[names[0]]
+        tokens = arguments[names[0]]
         if self.experts.form == "batched":
             each = tokens.reshape(-1, tokens.shape[-1]).shape[0] // count
             return tokens, torch.arange(count, device=tokens.device).repeat_interleave(each)[:, None], None
         if self.experts.form == "sorted":
-            sizes = torch.as_tensor(given[names[1]], device=tokens.device)
+            sizes = torch.as_tensor(arguments[names[1]], device=tokens.device)
             order = torch.arange(count, device=tokens.device)
             return tokens, order.repeat_interleave(sizes, output_size=tokens.shape[0])[:, None], None
-        indices, weights = given[names[1]], given[names[2]] if len(names) > 2 else None
+        indices, weights = arguments[names[1]], arguments[names[2]] if len(names) > 2 else None
         if self.experts.form == "one-hot":  # a token that no expert has room for has no bit
             indices = torch.where(indices.any(-1), indices.to(torch.int64).argmax(-1), count)
         indices = indices.reshape(-1, indices.shape[-1])
@@ -148,9 +154,9 @@ class ExpertForward(ModuleForward):
         move = self.moves[self.experts.inputs[0]]
         return [None if value is None else move(value) for value in values]
 
-    def run_experts(self, routed: RoutedTokens, given: dict[str, Any]) -> torch.Tensor:
+    def run_experts(self, routed: RoutedTokens, arguments: dict[str, Any]) -> torch.Tensor:
         """Run the module's own forward on the rows for this rank's experts, each with one expert."""
-        names, values = self.experts.inputs, dict(given)
+        names, values = self.experts.inputs, dict(arguments)
         rows, order = routed.hidden, None
         local, num_local = routed.experts, self.num_local
         if self.experts.is_numbered:
@@ -180,14 +186,14 @@ class ExpertForward(ModuleForward):
         """
         device = hidden.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        known = self.results.get((hidden.dtype, autocast))
-        if known is None:
+        result = self.results.get((hidden.dtype, autocast))
+        if result is None:
             own = None if rows is None else (rows.shape[-1], rows.dtype)
-            everyone = [result for result in self.axis.all_gather_objects(own, self.name) if result is not None]
-            known = everyone[0] if everyone else (hidden.shape[-1], hidden.dtype)  # no rank has a row
+            everyone = [each for each in self.axis.all_gather_objects(own, self.name) if each is not None]
+            result = everyone[0] if everyone else (hidden.shape[-1], hidden.dtype)  # no rank has a row
             if everyone:
-                self.results[hidden.dtype, autocast] = known
-        return known
+                self.results[hidden.dtype, autocast] = result
+        return result
 
     def no_rows(self, routed: RoutedTokens, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return no rows, connected to everything that has a gradient on other ranks.

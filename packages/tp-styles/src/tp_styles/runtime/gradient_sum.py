@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import is_compiling
 from tp_styles.problems import Problem, StyleInputError
+from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.redistribute import TPGroup
 
 BUCKET_BYTES = 2**25
@@ -19,6 +21,9 @@ BUCKET_BYTES = 2**25
 
 class GradientSum:
     """Replaces a model's parameters during a forward, so that their gradients are summed over an axis.
+
+    Shards over the axis itself (whole experts of each rank) are left alone: tokens of all ranks come to them. So are
+    parameters whose gradient a style of their own module sums over the axis.
 
     A parameter without a gradient on one rank (an expert without tokens) counts as zeros there. After a first backward
     in which every rank lacked one, each backward exchanges which they are: a parameter without a gradient anywhere
@@ -35,11 +40,13 @@ class GradientSum:
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
         """Replace the parameters that learn; a tied one under all its names."""
+        apart = self._summed_by_others(model)
         places = [
             (owner._parameters, key, parameter)
             for owner in model.modules()
             for key, parameter in owner._parameters.items()
             if parameter is not None and parameter.requires_grad
+            if not (self._is_shard(parameter) or id(parameter) in apart)
         ]
         unique = list({id(parameter): parameter for _, _, parameter in places}.values())
         if not unique or not torch.is_grad_enabled():
@@ -55,6 +62,23 @@ class GradientSum:
         finally:
             for table, key, parameter in places:
                 table[key] = parameter
+
+    def _summed_by_others(self, model: nn.Module) -> set[int]:
+        """Return parameters, by id, that another forward of the axis sums: a norm that all experts share."""
+        forwards = [(module, vars(module).get("forward")) for module in model.modules()]
+        return {
+            id(module.get_parameter(name))
+            for module, forward in forwards
+            if isinstance(forward, Forward) and forward.axis.mesh == self.axis.mesh
+            for name in forward.sums
+        }
+
+    def _is_shard(self, parameter: torch.Tensor) -> bool:
+        """True if the ranks of the axis hold different rows of a parameter."""
+        info = sharding_info_of(parameter)
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh == self.axis.mesh and parameter.placements[0].is_shard()
+        return info is not None and info.mesh == self.axis.mesh and info.placements[0].is_shard()
 
     def reduced(self, gradients: list[torch.Tensor | None], like: list[Any]) -> list[torch.Tensor | None]:
         """Return the sums of the ranks' gradients."""
@@ -77,7 +101,7 @@ class GradientSum:
             return mine
         if len(mine) not in self.exchanges_use:
             everyone = self.axis.all_gather_objects(mine, "the first backward")
-            self.exchanges_use[len(mine)] = not all(all(one) for one in everyone)
+            self.exchanges_use[len(mine)] = not all(all(used) for used in everyone)
         if not self.exchanges_use[len(mine)]:
             return [True] * len(mine)
         count = torch.tensor(mine, dtype=torch.int32, device=device)

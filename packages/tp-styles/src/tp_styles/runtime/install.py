@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tp_styles._shared.stale_parameters import is_stale, mark_stale
 from tp_styles.plan.model import PlannedModule, TPPlan, shared_inputs
-from tp_styles.plan.style import Style
+from tp_styles.plan.style import ParallelStyle
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.attention import AttentionForward
 from tp_styles.runtime.forwards import (
@@ -93,16 +93,16 @@ TABLES = [key for key, value in vars(nn.Module()).items() if "hooks" in key and 
 
 
 def apply_torch_style(
-    found: PlannedModule, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
+    planned: PlannedModule, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
 ) -> list[ModuleChange]:
     """Apply a style with only `_apply`; find its changes by comparing before and after."""
     before = [
         (child, dict(child._parameters), {key: set(vars(child)[key]) for key in TABLES}, dict(vars(child)))
         for child in module.modules()
     ]
-    found.style.src_data_rank = src_data_rank  # torch's styles read it
+    planned.style.src_data_rank = src_data_rank  # torch's styles read it
     try:
-        returned = found.style._apply(module, mesh)
+        returned = planned.style._apply(module, mesh)
     except BaseException:
         restore(_differences(before))  # it may have stopped halfway
         raise
@@ -111,7 +111,7 @@ def apply_torch_style(
         restore(changes)
         hint = "a style works on the module it is given"
         raise PlanError(
-            Problem("model-changed", found.name, found=f"{found.style!r} returned another module", hint=hint)
+            Problem("model-changed", planned.name, found=f"{planned.style!r} returned another module", hint=hint)
         )
     return changes
 
@@ -161,9 +161,9 @@ def forward_of(spec: StyleSpec) -> type[Forward] | None:
     """Return the forward that a style gives its module; None for hooks, a style of torch, or nothing."""
     kind = spec.compute if isinstance(spec.compute, type) else FORWARDS.get(spec.compute)
     if kind is None and spec.compute not in ("none", "dtensor", "hooks", "foreign"):
-        known = ", ".join([*FORWARDS, "none", "dtensor", "hooks"])
+        names = ", ".join([*FORWARDS, "none", "dtensor", "hooks"])
         raise PlanError(
-            Problem("unknown-name", "compute", found=repr(spec.compute), hint=f"a subclass of Forward, or {known}")
+            Problem("unknown-name", "compute", found=repr(spec.compute), hint=f"a subclass of Forward, or {names}")
         )
     return kind
 
@@ -179,33 +179,33 @@ def checked_modules(plan: TPPlan) -> list[str]:
     return [*plan.regions, *alone]
 
 
-def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
+def install_module(planned: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
     """Give the module its forward or its hooks.
 
     Args:
-        found: Decision for the module.
+        planned: Decision for the module.
         module: The module; its parameters are local already.
         axis: Its ranks.
 
     Returns:
         Functions to undo everything.
     """
-    spec = found.spec
+    spec = planned.spec
     if spec.compute == "none":
         return []  # children have the styles
     if spec.compute == "dtensor":
-        return _prepare_hooks(found, module, axis)
+        return _prepare_hooks(planned, module, axis)
     if spec.compute == "hooks":
         removers: list[Callable[[], None]] = []
         if spec.inputs:
-            hook = MoveInputs(module, spec, axis, found.name)
+            hook = MoveInputs(module, spec, axis, planned.name)
             removers.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if spec.outputs:
-            removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
+            removers.append(module.register_forward_hook(MoveOutputs(spec, axis, planned.name)).remove)
         return removers
     forward = forward_of(spec)
     assert forward is not None
-    vars(module)["forward"] = forward(module, spec, axis, found.name)  # hooks still run around it
+    vars(module)["forward"] = forward(module, spec, axis, planned.name)  # hooks still run around it
     # On the layer itself: code that reads its weight directly may be in a module outside of the plan.
     handle = module.register_forward_pre_hook(DisableFastPath())
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]
@@ -214,18 +214,18 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
 def changes_below(module: nn.Module) -> list[ModuleChange]:
     """Let the module's forward change modules below, and return its changes."""
     forward = vars(module).get("forward")
-    found = forward.install_below() if isinstance(forward, Forward) else []
-    return [ModuleChange(one, attributes=attributes, removers=removers) for one, attributes, removers in found]
+    below = forward.install_below() if isinstance(forward, Forward) else []
+    return [ModuleChange(child, attributes=attributes, removers=removers) for child, attributes, removers in below]
 
 
 def share_inputs(model: nn.Module, plan: TPPlan, axis: TPGroup) -> None:
     """Let column-wise layers bring in the tensor that they all read once. Row-wise layers end it."""
     together: dict[tuple[str, Redistribution], tuple[list[str], list[str]]] = {}
-    for home, groups, rows in shared_inputs(plan):
-        parent, _, last = home.rpartition(".")
+    for name, groups, rows in shared_inputs(plan):
+        parent, _, last = name.rpartition(".")
         for flow, names in groups.items():
             # Attention and feed-forward of a layer may read one tensor (Cohere); layers of a list follow each other.
-            columns, ends = together.setdefault((home if last.isdigit() else parent, flow), ([], []))
+            columns, ends = together.setdefault((name if last.isdigit() else parent, flow), ([], []))
             columns += names
             ends += rows
     for columns, ends in together.values():
@@ -240,12 +240,12 @@ def share_inputs(model: nn.Module, plan: TPPlan, axis: TPGroup) -> None:
                 move.ends.append(block)
 
 
-def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
-    style = found.style
-    assert isinstance(style, Style)
+def _prepare_hooks(planned: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
+    style = planned.style
+    assert isinstance(style, ParallelStyle)
     removers: list[Callable[[], None]] = []
     if style._prepare_input is not None:
-        before = PrepareInput(style, axis, found.info.arguments)
+        before = PrepareInput(style, axis, planned.info.arguments)
         removers.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     if style._prepare_output is not None:
         removers.append(module.register_forward_hook(PrepareOutput(style, axis)).remove)
@@ -300,7 +300,7 @@ class MoveOutputs:
 class PrepareInput:
     """Pre-hook of the first styles. The style's function prepares the first input, later ones are kept."""
 
-    def __init__(self, style: Style, axis: TPGroup, names: tuple[str, ...]) -> None:
+    def __init__(self, style: ParallelStyle, axis: TPGroup, names: tuple[str, ...]) -> None:
         assert style._prepare_input is not None
         self.function = style._prepare_input
         self.mesh = axis.mesh
@@ -321,7 +321,7 @@ class PrepareInput:
 class PrepareOutput:
     """Forward hook of the first styles: the style's function prepares the output."""
 
-    def __init__(self, style: Style, axis: TPGroup) -> None:
+    def __init__(self, style: ParallelStyle, axis: TPGroup) -> None:
         assert style._prepare_output is not None
         self.function = style._prepare_output
         self.mesh = axis.mesh

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.consensus import as_bytes
 from tp_styles._shared.dtensor import as_dtensor
-from tp_styles._shared.full_reads import FULL_READS, full_read
+from tp_styles._shared.full_reads import FULL_READS, full_read, named
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, is_transformed, local_of
 from tp_styles.problems import PlanError, Problem, StyleInputError
@@ -56,17 +56,57 @@ class ShardParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions that would take the shard for the full weight; results are plain tensors."""
-        kwargs = kwargs or {}
-        if func in FULL_READS:
-            _refuse_full_read(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        """Refuse functions that would take the shard for the full weight; see `ShardValue` for results."""
+        return _run_on_shards(func, args, kwargs or {})
+
+
+class ShardValue(torch.Tensor):
+    """Elements that were computed of a shard's, each of its own place: the squares of a penalty `(w * w).sum()`.
+
+    What would take them for those of the full weight is refused, as on the shard itself.
+    """
+
+    _sharding_info: ShardingInfo
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # reading a file needs no class of ours
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse functions that would take the values for all of them."""
+        return _run_on_shards(func, args, kwargs or {})
+
+
+# Functions of each element by itself.
+ELEMENTWISE = named(
+    "square abs absolute pow mul multiply add sub subtract div divide true_divide neg sqrt exp log relu clamp float"
+    " double __pow__ __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__ __truediv__ __neg__ __abs__",
+    torch,
+    torch.Tensor,
+)
+
+
+def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of a shard; its result is a plain tensor, or the shard's values."""
+    if func in FULL_READS:
+        _refuse_full_read(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        if func not in ELEMENTWISE or type(result) is not torch.Tensor or is_compiling():
+            return result
+        shard = next(x for x in (*args, *kwargs.values()) if isinstance(x, ShardParameter | ShardValue))
+        info = sharding_info_of(shard)
+        if info is None or info.placements[0].is_replicate() or result.shape != shard.shape:
+            return result
+        value = result.as_subclass(ShardValue)
+        value._sharding_info = info
+        return value
 
 
 def _refuse_full_read(func: Any, args: Any, kwargs: Any) -> None:
     # The first argument, under whatever name (`nn.init` passes `tensor=`), or the one written to (`out=`).
-    shard = next((x for x in (*args[:1], *kwargs.values()) if isinstance(x, ShardParameter)), None)
+    shards = (x for x in (*args[:1], *kwargs.values()) if isinstance(x, ShardParameter | ShardValue))
+    shard = next(shards, None)
     info = None if shard is None or shard.is_meta else sharding_info_of(shard)  # a meta tensor has no values
     if info is None or info.placements[0].is_replicate():
         return

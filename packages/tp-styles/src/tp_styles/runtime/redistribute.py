@@ -23,6 +23,7 @@ from tp_styles._torch_compat import (
     without_dispatch_modes,
 )
 from tp_styles.problems import Problem, StyleInputError
+from tp_styles.runtime.votes import before_collective
 from tp_styles.values import Redistribution, Split, Step, Transfer, gradient_layout, normalized
 
 
@@ -140,6 +141,7 @@ class TPGroup:
 
     def all_gather_objects(self, value: Any, subject: str) -> list[Any]:
         """Gather picklable objects of all ranks; a dead peer is an error with `subject`."""
+        before_collective(self.group, subject)
         with without_dispatch_modes():  # the check's mode would see every copy of the bytes
             return all_gather_objects(self.group, value, subject)
 

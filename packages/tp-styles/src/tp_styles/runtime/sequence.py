@@ -153,10 +153,14 @@ class SequenceAttention:
     Args:
         moves: The axis and its order.
         kind: One of both.
+
+    Attributes:
+        masks: During a forward of the model, masks of this rank's queries: all layers of a mask share one tensor.
     """
 
     def __init__(self, moves: SequenceMoves, kind: Kind) -> None:
         self.moves, self.kind = moves, kind
+        self.masks: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] | None = None
 
     def __call__(
         self,
@@ -183,19 +187,19 @@ class SequenceAttention:
         """
         q, k, v = qkv
         if q.dim() != 4 or k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
-            found = f"queries {list(q.shape)}, keys {list(k.shape)}"
+            reason = f"queries {list(q.shape)}, keys {list(k.shape)}"
             hint = (
                 "attention over this rank's tokens takes [batch, heads, tokens, size] of one length: a filled cache"
                 " and cross attention have others"
             )
-            raise StyleInputError(Problem("shape-mismatch", name, found=found, hint=hint))
+            raise StyleInputError(Problem("shape-mismatch", name, found=reason, hint=hint))
         if self.kind == "gather":
             return self._gathered(q, k, v, mask, attend, name, is_causal=is_causal)
         n, length = self.moves.axis.size, q.shape[2]
         if q.shape[1] % n:
             hint = 'ContextParallel(kind="gather") takes any number of heads'
-            found = f"{q.shape[1]} heads over {n} ranks"
-            raise StyleInputError(Problem("does-not-divide", name, dim=1, found=found, hint=hint))
+            reason = f"{q.shape[1]} heads over {n} ranks"
+            raise StyleInputError(Problem("does-not-divide", name, dim=1, found=reason, hint=hint))
         k, v = (self._copied(x, q.shape[1]) for x in (k, v))
         q, k, v = self._to_heads((q, k, v))
         if mask is not None:
@@ -223,7 +227,7 @@ class SequenceAttention:
         else:  # values of another size
             counts = [x[0].numel() for x in ranked]
             flat = self.moves("exchange", torch.cat([x.flatten(1) for x in ranked], 1), 0).split(counts, 1)
-            received = tuple(one.unflatten(1, x.shape[1:]) for one, x in zip(flat, ranked, strict=True))
+            received = tuple(part.unflatten(1, x.shape[1:]) for part, x in zip(flat, ranked, strict=True))
         return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in received]
 
     def _gathered(
@@ -240,14 +244,26 @@ class SequenceAttention:
         moves, length, width = self.moves, q.shape[2], k.shape[-1]
         both = moves("gather", torch.cat([k, v], -1), 2)
         k, v = both[..., :width], both[..., width:]
-        full = length * moves.axis.size
         if mask is not None:
-            mask = self._checked(mask, length, name, rows=(1, length, full))
-            if mask.shape[-2] == full and full != length:
-                mask = moves.order.take(mask, mask.dim() - 2, moves.axis.rank)
-        elif is_causal:
+            mask = self._checked(mask, length, name, rows=(1, length, length * moves.axis.size))
+        if self.masks is None or is_compiling():
+            return attend(q, k, v, self._of_queries(mask, q, is_causal=is_causal))
+        key = id(mask), is_causal, length, q.dtype, q.device
+        if key not in self.masks:  # with the given mask, so that no other one gets its id
+            self.masks[key] = mask, self._of_queries(mask, q, is_causal=is_causal)
+        return attend(q, k, v, self.masks[key][1])
+
+    def _of_queries(self, mask: torch.Tensor | None, q: torch.Tensor, *, is_causal: bool) -> torch.Tensor | None:
+        """Return the mask of this rank's queries and all keys, in numbers that are added: torch keeps these a layer."""
+        order, rank, length = self.moves.order, self.moves.axis.rank, q.shape[2]
+        full = length * order.size
+        if mask is None and is_causal:
             mask = self.positions(length, q.device)[:, None] >= torch.arange(full, device=q.device)
-        return attend(q, k, v, mask)
+        elif mask is not None and mask.shape[-2] == full and full != length:
+            mask = order.take(mask, mask.dim() - 2, rank)
+        if mask is None or mask.dtype != torch.bool:
+            return mask
+        return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the global positions of this rank's `length` tokens."""
@@ -259,6 +275,6 @@ class SequenceAttention:
         full = length * self.moves.axis.size
         if mask.dim() < 2 or mask.shape[-1] != full or mask.shape[-2] not in rows:
             hint = f"pass the mask of all {full} tokens: as an input of the model, with inputs={{name: None}}"
-            found = f"a mask {list(mask.shape)} for {length} of {full} tokens"
-            raise StyleInputError(Problem("shape-mismatch", name, found=found, hint=hint))
+            reason = f"a mask {list(mask.shape)} for {length} of {full} tokens"
+            raise StyleInputError(Problem("shape-mismatch", name, found=reason, hint=hint))
         return mask

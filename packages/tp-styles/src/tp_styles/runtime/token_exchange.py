@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from tp_styles._shared.consensus import named_collective
 from tp_styles.problems import Problem, StyleInputError
 
 
@@ -89,6 +90,13 @@ class Splits(NamedTuple):
     group: dist.ProcessGroup
 
 
+# Name of these exchanges in the error of a rank whose peer died, or raised before it came here.
+SUBJECT = "the exchange of tokens with their experts"
+
+# Flags that go to every rank with the counts of pairs.
+BAD_INDEX, RAISED = 1, 2
+
+
 class AllToAllDispatcher:
     """One all-to-all to the experts and one back. The counts of pairs go ahead in a small one.
 
@@ -147,24 +155,38 @@ def exchange_counts(
         Indices of a rank's experts; counts by sender and expert, `[n, step]`; pairs to and from each rank.
 
     Raises:
-        StyleInputError: An index on some rank is outside of 0..num_experts; on every rank.
+        StyleInputError: An index on some rank is outside of 0..num_experts, or a rank raised before its exchange; on
+            every rank.
     """
     size = dist.get_world_size(group)
     step = -(-num_experts // size)  # as torch.chunk: the last ranks may hold fewer experts, or none
     counts = experts.new_zeros(size * step + 1, dtype=torch.int64)
     none = torch.where(experts < num_experts, experts, size * step).clamp(0, size * step)
     counts.scatter_add_(0, none.to(torch.int64), torch.ones_like(experts, dtype=torch.int64))
-    is_bad = ((experts < 0) | (experts > num_experts)).any()
-    ours = torch.cat([counts[:-1].view(size, step), is_bad.expand(size, 1).to(torch.int64)], dim=1)
+    flag = BAD_INDEX * ((experts < 0) | (experts > num_experts)).any()
+    ours = torch.cat([counts[:-1].view(size, step), flag.expand(size, 1).to(torch.int64)], dim=1)
     theirs = torch.empty_like(ours)
-    dist.all_to_all_single(theirs, ours, group=group)  # equal splits: the only exchange of known size
+    with named_collective(SUBJECT):
+        dist.all_to_all_single(theirs, ours, group=group)  # equal splits: the only exchange of known size
     sums = torch.stack([ours[:, :-1].sum(1), theirs[:, :-1].sum(1), theirs[:, -1]]).tolist()
-    sent, received, bad = sums
-    if any(bad):  # every rank has every rank's flag
+    sent, received, flags = sums
+    if RAISED in flags:
+        hint = "see the traceback of that rank: it has not sent its tokens"
+        problem = Problem("rank-failed", "experts", found=f"an error on rank {flags.index(RAISED)}", hint=hint)
+        raise StyleInputError(problem)
+    if any(flags):  # every rank has every rank's flag
         hint = f"a router selects experts 0 to {num_experts - 1}; {num_experts} stands for none"
-        ranks = ", ".join(str(rank) for rank, flag in enumerate(bad) if flag)
+        ranks = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
         raise StyleInputError(Problem("invalid-argument", "experts", found=f"an index on rank {ranks}", hint=hint))
     return torch.arange(step, device=experts.device), theirs[:, :-1], sent, received
+
+
+def announce_error(num_experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Take the place of `exchange_counts` on a rank that raises: its peers, which wait there, raise too."""
+    size = dist.get_world_size(group)
+    ours = torch.zeros(size, -(-num_experts // size) + 1, dtype=torch.int64, device=device)
+    ours[:, -1] = RAISED
+    dist.all_to_all_single(torch.empty_like(ours), ours, group=group)
 
 
 def sum_of_pairs(rows: torch.Tensor, order: torch.Tensor, num_tokens: int, k: int) -> torch.Tensor:
@@ -208,7 +230,8 @@ class _Exchange(torch.autograd.Function):
         ctx.splits = group, received, sent
         packed = parts[0].contiguous() if len(parts) == 1 else _packed(parts)
         arrived = packed.new_empty(sum(received), *packed.shape[1:])
-        dist.all_to_all_single(arrived, packed, list(received), list(sent), group=group)
+        with named_collective(SUBJECT):
+            dist.all_to_all_single(arrived, packed, list(received), list(sent), group=group)
         return (arrived,) if len(parts) == 1 else _unpacked(arrived, parts)
 
     @staticmethod

@@ -175,8 +175,8 @@ class Conversion:
         for region in regions:
             reason = mixes(self.module, region)
             if reason and self.refuses:
-                found, hint = f"{region.block.kind} by columns and rows: {reason}", "leave it replicated"
-                self.problems.append(Problem("slices-mix", region.block.name, found=found, hint=hint))
+                text, hint = f"{region.block.kind} by columns and rows: {reason}", "leave it replicated"
+                self.problems.append(Problem("slices-mix", region.block.name, found=text, hint=hint))
             elif reason or (not self.refuses and self._has_adapters(region, regions)):
                 self._gather(region)
             else:
@@ -195,11 +195,11 @@ class Conversion:
 
     def _has_adapters(self, region: Region, regions: list[Region]) -> bool:
         """True if blocks inside have outputs of its columns' size: they are added (zamba2)."""
-        home, widths = region.block.name, {split.global_size for split in region.columns.values() if region.row}
+        where, widths = region.block.name, {split.global_size for split in region.columns.values() if region.row}
         inner = [
             candidate
             for candidate in regions
-            if candidate.row and candidate.block.name != home and is_below(candidate.block.name, home)
+            if candidate.row and candidate.block.name != where and is_below(candidate.block.name, where)
         ]
         return any(self.module.get_parameter(candidate.block.rows[0].name).shape[0] in widths for candidate in inner)
 
@@ -287,18 +287,18 @@ class Conversion:
 
 def mixes(module: nn.Module, region: Region) -> str:
     """Return the reason against computing a rank's heads alone; else an empty text."""
-    home = region.block.name
+    where = region.block.name
     if region.block.kind != "attention" or is_torchs(module, region.block) or not region.row:
         return ""
     if region.heads is None:
         return "its heads cannot be counted, or do not divide by the ranks"
-    attention = module.get_submodule(home)
+    attention = module.get_submodule(where)
     mixing = [name for name in ("alibi", "position_bias") if name in inspect.signature(attention.forward).parameters]
     # A module beside the attention adds a bias of all heads, to all attention below their parent (BEiT).
     biases = [name for name, _ in module.named_parameters() if "relative" in name and "bias" in name]
-    parents = [owner_of(owner_of(name)) for name in biases if not is_below(name, home)]
-    mixing += [f"a bias from {parent}" for parent in parents if parent and is_below(home, parent)]
-    own = [name for name in region.block.replicated if owner_of(name) == home]
+    parents = [owner_of(owner_of(name)) for name in biases if not is_below(name, where)]
+    mixing += [f"a bias from {parent}" for parent in parents if parent and is_below(where, parent)]
+    own = [name for name in region.block.replicated if owner_of(name) == where]
     if type(attention).__name__ == "TrOCRAttention":  # views into as many channels as come in
         return "its forward takes the width of all heads from its input"
     if mixing:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tp_styles._torch_compat import in_backward
+from tp_styles._torch_compat import in_backward, variable_length_operators
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.gradient_sum import GradientSum
 from tp_styles.runtime.sequence import SequenceAttention
@@ -76,11 +76,11 @@ class ContextState:
     def entered(self, call: Call) -> Iterator[None]:
         """Make a call the present one."""
         token, before = ACTIVE.set(self), self.call
-        self.call = call
+        self.call, self.attention.masks = call, {}
         try:
             yield
         finally:
-            self.call = before
+            self.call, self.attention.masks = before, None
             ACTIVE.reset(token)
 
 
@@ -131,11 +131,11 @@ def _is_config(value: Any) -> bool:
 def _problems(config: Any, name: str) -> Iterator[Problem]:
     if config._attn_implementation not in BASES:
         hint = 'model.set_attn_implementation("sdpa") before the plan: on a GPU it runs the same kernels'
-        found = f"attention {config._attn_implementation!r}"
-        yield Problem("unsupported-option", "config", found=found, hint=hint)
+        reason = f"attention {config._attn_implementation!r}"
+        yield Problem("unsupported-option", "config", found=reason, hint=hint)
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [one for one in (parameters, *parameters.values()) if isinstance(one, dict)]
-    kinds = {str(one.get("rope_type", one.get("type"))) for one in nested}
+    nested = [item for item in (parameters, *parameters.values()) if isinstance(item, dict)]
+    kinds = {str(item.get("rope_type", item.get("type"))) for item in nested}
     if growing := sorted(kinds & set(GROWING)):
         hint = (
             "the frequencies follow the longest position, which is another one on each rank: rope_type='yarn'"
@@ -163,8 +163,8 @@ def base_attention(base: str, module: nn.Module) -> Callable[..., Any]:
         return function
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[base]
-    return found
+    attention: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[base]
+    return attention
 
 
 def attention_of_transformers(
@@ -191,8 +191,8 @@ def attention_of_transformers(
             "attention over other tokens than the model's sequence (a vision tower's): ContextParallel on the text"
             " model alone"
         )
-        found = f"{query.shape[2]} tokens, {state.call.length // axis.size} of the sequence"
-        raise StyleInputError(Problem("shape-mismatch", name, found=found, hint=hint))
+        reason = f"{query.shape[2]} tokens, {state.call.length // axis.size} of the sequence"
+        raise StyleInputError(Problem("shape-mismatch", name, found=reason, hint=hint))
     heads = query.shape[1]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -249,9 +249,9 @@ def mask_of_transformers(
         return result
     call, axis = state.call, state.attention.moves.axis
     if q_length * axis.size != call.length or kv_offset:
-        found = f"a mask for {q_length} of {call.length // axis.size} tokens"
+        reason = f"a mask for {q_length} of {call.length // axis.size} tokens"
         hint = "a filled cache, or other tokens than the sequence: pass neither"
-        raise StyleInputError(Problem("shape-mismatch", "attention_mask", found=found, hint=hint))
+        raise StyleInputError(Problem("shape-mismatch", "attention_mask", found=reason, hint=hint))
     if call.hides_mask:
         attention_mask = None
     device = options.get("device", "cpu")
@@ -267,8 +267,8 @@ def mask_of_transformers(
         return _rows(make, state.attention, call)
     except IndexError as error:
         hint = "the model makes a mask from its tokens' values (blocks of an image): pass a mask of 4 dims"
-        found = f"a mask function of this rank's tokens: {error}"
-        raise StyleInputError(Problem("unsupported-option", "attention_mask", found=found, hint=hint)) from error
+        reason = f"a mask function of this rank's tokens: {error}"
+        raise StyleInputError(Problem("unsupported-option", "attention_mask", found=reason, hint=hint)) from error
 
 
 def _rows(make: Callable[..., torch.Tensor | None], attention: SequenceAttention, call: Call) -> torch.Tensor | None:
@@ -278,18 +278,19 @@ def _rows(make: Callable[..., torch.Tensor | None], attention: SequenceAttention
     ranges = attention.moves.order.ranges(attention.moves.axis.rank, call.length)
     # Without a mask the first query would be token 0.
     rows = [make(q_length=stop - start, q_offset=start, allow_is_causal_skip=False) for start, stop in ranges]
-    return None if any(one is None for one in rows) else torch.cat([one for one in rows if one is not None], -2)
+    return None if any(part is None for part in rows) else torch.cat([part for part in rows if part is not None], -2)
 
 
 # ---------------------------------------------------------------------------------------------- own models
 
 
 # Functions that attend by themselves, where the mode cannot see.
-REFUSED = {
+REFUSED: dict[Any, str] = {
     F.multi_head_attention_forward: "nn.MultiheadAttention",
     torch._transformer_encoder_layer_fwd: "the fast path of nn.TransformerEncoderLayer",
     torch._native_multi_head_attention: "the fast path of nn.MultiheadAttention",
 }
+REFUSED |= dict.fromkeys(variable_length_operators(), "varlen_attn")
 
 
 class AttentionMode(TorchFunctionMode):

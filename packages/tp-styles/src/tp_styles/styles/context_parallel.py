@@ -15,8 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tp_styles._shared.consensus import ranks_of
-from tp_styles._torch_compat import active_ddp, dispatch_modes, is_compiling
+from tp_styles._torch_compat import active_ddp, dispatch_modes, is_compiling, tree_map
 from tp_styles.check.inputs import ConstantRandomness, tensors_in
+from tp_styles.losses import first_of_next_rank
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.dropout import draws, rates_of, tp_rng
 from tp_styles.runtime.forwards import Forward
@@ -44,6 +45,9 @@ SEQUENCE_OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
 # Names of key-value caches in transformers. One that leaves holds this rank's tokens, and none is taken.
 CACHES = ("past_key_values", "cache")
 
+# Names of inputs with the cumulative lengths of packed documents.
+CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+
 # Names of modules that mix tokens other than by attention: state spaces, convolutions, token shifts.
 MIXERS = re.compile(
     "Mamba|Rwkv|RWKV|ShortConv|GatedDelta|RecurrentBlock|RgLru|LinearAttention|LightningAttention|KimiDelta|[ms]LSTM"
@@ -51,6 +55,9 @@ MIXERS = re.compile(
 )
 
 FULL = Replicate()
+
+# Tokens of a chunk for which `explain` counts the pairs of a query and a key.
+BALANCE_TOKENS = 4096
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
@@ -122,22 +129,22 @@ class ContextParallel(ParallelStyle):
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Return the flows of inputs and outputs; see `ParallelStyle.spec`."""
-        known = {*info.arguments, *info.keyword_only}
-        problems = list(self._problems(info, known))
-        dims = {name: dim for name, dim in SEQUENCE_DIMS.items() if name in known} | self.inputs
+        names = {*info.arguments, *info.keyword_only}
+        problems = list(self._problems(info, names))
+        dims = {name: dim for name, dim in SEQUENCE_DIMS.items() if name in names} | self.inputs
         cut = {name: Shard(dim) for name, dim in dims.items() if dim is not None}
         is_sharded = isinstance(self.input_layouts, Shard)
         flows = [(name, Redistribution(to if is_sharded else Replicate(), to)) for name, to in cut.items()]
-        if is_sharded and "attention_mask" in known:
+        if is_sharded and "attention_mask" in names:
             flows.append(("attention_mask", Redistribution(Shard(1), Replicate())))
         output = None if self.output_dim is None else Redistribution(Shard(self.output_dim), self.output_layouts)
         outputs = () if output is None else (output,)
         return ContextSpec(ContextForward, inputs=tuple(flows), outputs=outputs, problems=tuple(problems), style=self)
 
-    def _problems(self, info: ModuleInfo, known: set[str]) -> Iterator[Problem]:
+    def _problems(self, info: ModuleInfo, names: set[str]) -> Iterator[Problem]:
         for name in self.inputs:
-            if name not in known and not info.open_keyword:
-                hint = f"forward takes {', '.join(sorted(known))}"
+            if name not in names and not info.open_keyword:
+                hint = f"forward takes {', '.join(sorted(names))}"
                 yield Problem("unknown-name", info.where("inputs"), found=repr(name), hint=hint)
         if info.name:
             hint = "apply_plan(model, mesh, ContextParallel()): it shards the inputs of the model"
@@ -154,7 +161,7 @@ class ContextParallel(ParallelStyle):
             if not getattr(info.kind, "_supports_attention_backend", False):
                 hint = "its attention is code of its own (ALiBi, or older than the interface): no way over ranks yet"
                 yield Problem("module-kind", info.kind.__name__, found="no AttentionInterface", hint=hint)
-            if "position_ids" not in known:
+            if "position_ids" not in names:
                 hint = "positions start at 0 on every rank: a model that takes position_ids is right"
                 yield Problem("module-kind", info.kind.__name__, found="no position_ids in forward", hint=hint)
 
@@ -164,6 +171,18 @@ class ContextSpec(StyleSpec):
     """The decision of `ContextParallel`, with the style itself."""
 
     style: Any = field(default=None, compare=False)
+
+    def notes(self, tp_size: int) -> Iterator[str]:
+        """Yield the balance of the ranks' work."""
+        if self.style.kind == "ulysses":
+            yield "work of attention: equal on all ranks, each has a share of the heads"
+            return
+        order = Order(tp_size, self.style.order == "zigzag")
+        work = order.work(order.multiple * BALANCE_TOKENS)
+        shares = ", ".join(f"{pairs / sum(work):.1%}" for pairs in work)
+        slowest = max(work) * tp_size / sum(work)
+        way_on = "" if order.is_zigzag else '; order="zigzag" makes it equal'
+        yield f"work of causal attention by rank: {shares}; the slowest has {slowest:.2f}x of the mean{way_on}"
 
 
 HINTS = {
@@ -230,8 +249,8 @@ class ContextForward(Forward):
         sharded = full.dim() > 1 and full.shape[1] % self.moves_tokens.order.multiple == 0
         return self.moves_tokens.order.take(full, 1, self.axis.rank) if sharded else full
 
-    def _refuse(self, code: str, name: str, found: str, hint: str) -> NoReturn:
-        raise StyleInputError(Problem(code, name, found=found, hint=hint))
+    def _refuse(self, code: str, name: str, reason: str, hint: str) -> NoReturn:
+        raise StyleInputError(Problem(code, name, found=reason, hint=hint))
 
     def _scale(self) -> int:
         """Return the factor of all gradients: 1 if they are summed here.
@@ -267,9 +286,9 @@ class ContextForward(Forward):
             if isinstance(bound.get(name), torch.Tensor) and bound[name].dim()
         }
         if len(set(lengths.values())) != 1:
-            found = ", ".join(f"{name} {size}" for name, size in lengths.items()) or "no input with tokens"
+            reason = ", ".join(f"{name} {size}" for name, size in lengths.items()) or "no input with tokens"
             hint = "inputs={name: dim of tokens} names those to shard, and all have one length"
-            self._refuse("shape-mismatch", self.name or type(self.module).__name__, found, hint)
+            self._refuse("shape-mismatch", self.name or type(self.module).__name__, reason, hint)
         (size,) = set(lengths.values())
         self._refuse_inputs(bound, size)
         if is_sharded:
@@ -278,8 +297,8 @@ class ContextForward(Forward):
         added = -full % self.moves_tokens.order.multiple
         if added and self.style.pad is None:
             hint = f"ContextParallel(pad=token) adds {added} tokens at the end; or pad to a multiple yourself"
-            found = f"{full} tokens over {self.moves_tokens.order.multiple} shards"
-            self._refuse("uneven-shards", self.name or type(self.module).__name__, found, hint)
+            reason = f"{full} tokens over {self.moves_tokens.order.multiple} shards"
+            self._refuse("uneven-shards", self.name or type(self.module).__name__, reason, hint)
         call = Call(full + added, added)
         has_loss = self._shift_labels(bound, call, is_sharded=is_sharded) if self.is_hf else False
         if self.is_hf:
@@ -320,19 +339,22 @@ class ContextForward(Forward):
 
     def _refuse_inputs(self, bound: dict[str, Any], size: int) -> None:
         """Refuse inputs without a meaning for shards, by name."""
-        given = {name: value for name, value in bound.items() if value is not None and value is not False}
+        passed = {name: value for name, value in bound.items() if value is not None and value is not False}
         if self.is_hf:
             config: Any = self.module.config
             for name in CACHES:
-                if name in given:
+                if name in passed:
                     hint = "a cache holds this rank's tokens: generate with the model before the plan, or after undo()"
                     self._refuse("unsupported-option", name, "a key-value cache (generate() passes one)", hint)
             for name in ("output_attentions", "output_router_logits"):
-                if given.get(name) or (bound.get(name) is None and getattr(config, name, False)):
+                if passed.get(name) or (bound.get(name) is None and getattr(config, name, False)):
                     hint = f"{name}=False: they would be this rank's alone"
                     self._refuse("unsupported-option", name, "asked for", hint)
-            for name in ("logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"):
-                if name in given and not (name == "logits_to_keep" and given[name] == 0):
+            for name in CUMULATIVE:
+                if name in passed and self._separates_like(bound, passed[name]):
+                    del bound[name], passed[name]  # transformers' eager and sdpa attention read the positions alone
+            for name in ("logits_to_keep", *CUMULATIVE):
+                if name in passed and not (name == "logits_to_keep" and passed[name] == 0):
                     hint = "position_ids that start again at 0 separate packed documents"
                     if name == "logits_to_keep":
                         hint = (
@@ -351,11 +373,19 @@ class ContextForward(Forward):
                 self._refuse("unsupported-option", "use_cache", "a cache beside zigzag or a sliding window", hint)
             if bound.get("return_dict") is False:
                 self._refuse("unsupported-option", "return_dict", "False", "outputs are found by name: leave it out")
-        known = {*self.dims, *self.style.inputs, "attention_mask"}
-        for name, value in given.items():
-            if name not in known and any(size > 1 and size in x.shape for _, x in tensors_in(value)):
+        names = {*self.dims, *self.style.inputs, "attention_mask"}
+        for name, value in passed.items():
+            if name not in names and any(size > 1 and size in x.shape for _, x in tensors_in(value)):
                 hint = f"inputs={{{name!r}: dim}} names its dim of tokens, None for an input that stays full"
                 self._refuse("unknown-name", name, f"an input with {size} in its shape, like the tokens", hint)
+
+    def _separates_like(self, bound: dict[str, Any], cumulative: torch.Tensor) -> bool:
+        """True if `position_ids` of one row start again at each document that cumulative lengths name."""
+        positions = bound.get("position_ids")
+        if positions is None or positions.shape[0] != 1 or isinstance(self.style.input_layouts, Shard):
+            return False
+        starts = (positions[0] == 0).nonzero().flatten()
+        return torch.equal(starts, cumulative.flatten()[:-1].to(starts))
 
     def _shift_labels(self, bound: dict[str, Any], call: Call, *, is_sharded: bool) -> bool:
         """Replace labels of transformers by shifted ones of this rank, with the count of all; True if there are some.
@@ -369,10 +399,7 @@ class ContextForward(Forward):
             hint = "leave labels out, and pass the logits to tp_styles.sharded_cross_entropy"
             self._refuse("unsupported-option", "labels", f"the loss of {type(self.module).__name__}", hint)
         if is_sharded:
-            firsts = self.axis.all_gather(labels[:, :1], 1)
-            last = self.axis.rank == self.axis.size - 1
-            following = torch.full_like(labels[:, :1], -100) if last else firsts.narrow(1, self.axis.rank + 1, 1)
-            shifted = torch.cat([labels[:, 1:], following], 1)
+            shifted = torch.cat([labels[:, 1:], first_of_next_rank(labels, self.axis, -100)], 1)
             count = self.axis.all_reduce((shifted != -100).sum())
         else:
             full = torch.full((labels.shape[0], call.length), -100, dtype=labels.dtype, device=labels.device)
@@ -394,8 +421,8 @@ class ContextForward(Forward):
         if mask is not None and mask.dim() == 2:
             mask = self.axis.all_gather(mask, 1) if is_sharded else mask
             if mask.shape[1] != size:
-                found = f"{mask.shape[1]} tokens of {size}"
-                self._refuse("shape-mismatch", "attention_mask", found, "it has all tokens of the batch")
+                reason = f"{mask.shape[1]} tokens of {size}"
+                self._refuse("shape-mismatch", "attention_mask", reason, "it has all tokens of the batch")
             zeros = mask.new_zeros((mask.shape[0], call.added))
             bound["attention_mask"] = torch.cat([mask, zeros], 1) if call.added else mask
         elif mask is not None and call.added:
@@ -488,10 +515,4 @@ def _dtensors(module: nn.Module) -> Iterator[DTensor]:
 
 def _mapped(value: Any, change: Any) -> Any:
     """Apply a function to the tensors of a tensor, sequence or mapping; the structure is kept."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return type(value)({key: _mapped(one, change) for key, one in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return type(value)([_mapped(one, change) for one in value])
-    return value
+    return tree_map(lambda x: change(x) if isinstance(x, torch.Tensor) else x, value)

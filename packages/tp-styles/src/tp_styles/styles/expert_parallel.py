@@ -62,10 +62,10 @@ class ExpertParallel(ParallelStyle):
         dispatcher: TokenDispatcher | None = None,
     ) -> None:
         super().__init__(None, None)
-        for name, given, known in (("tokens", tokens, ("replicated", "sharded")), ("form", form, (None, *FORMS))):
-            if given not in known:
-                hint = ", ".join(repr(value) for value in known)
-                raise StyleTypeError(Problem("invalid-argument", name, found=repr(given), hint=hint))
+        for name, value, allowed in (("tokens", tokens, ("replicated", "sharded")), ("form", form, (None, *FORMS))):
+            if value not in allowed:
+                hint = ", ".join(repr(item) for item in allowed)
+                raise StyleTypeError(Problem("invalid-argument", name, found=repr(value), hint=hint))
         self.tokens, self.form, self.num_experts, self.dispatcher = tokens, form, num_experts, dispatcher
         self.parameters, self.inputs = tuple(parameters), tuple(inputs)
 

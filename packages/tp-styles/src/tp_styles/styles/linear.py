@@ -353,10 +353,10 @@ class FusedColwiseParallel(ColwiseParallel):
         self.sections = sections if isinstance(sections, int) else tuple(sections)  # as given, for the repr
         self.unit = unit if isinstance(unit, int) else tuple(unit)
         self.copies = copies if isinstance(copies, int) else tuple(copies)
-        given = self.sections, self.unit, self.copies
+        numbers = self.sections, self.unit, self.copies
         if not all(
             size_or_sizes > 0 if isinstance(size_or_sizes, int) else size_or_sizes and min(size_or_sizes) > 0
-            for size_or_sizes in given
+            for size_or_sizes in numbers
         ):
             reason = f"{sections!r}, unit={unit!r}, copies={copies!r}"
             raise StyleTypeError(
@@ -370,16 +370,16 @@ class FusedColwiseParallel(ColwiseParallel):
         copies = (self.copies,) * len(sizes) if isinstance(self.copies, int) else self.copies
         where = ""
         if sum(sizes) != features or len(units) != len(sizes) or len(copies) != len(sizes):
-            where, found = "sections", f"{self.sections} (units {self.unit}) for {features} output features"
+            where, reason = "sections", f"{self.sections} (units {self.unit}) for {features} output features"
             hint = "sections add up to the output features, and there is one unit, or one for each"
         elif bad := [pair for pair in zip(sizes, units, strict=True) if pair[0] % pair[1]]:
-            where, found = "unit", ", ".join(f"{size} rows by {unit}" for size, unit in bad)
+            where, reason = "unit", ", ".join(f"{size} rows by {unit}" for size, unit in bad)
             hint = "a section must hold full units"
         elif unfit := [count for count in copies if tp_size % count]:
-            where, found = "copies", f"{unfit} copies over {tp_size} ranks"
+            where, reason = "copies", f"{unfit} copies over {tp_size} ranks"
             hint = "the number of copies divides the tp size"
         if where:
-            return Split.along(0, features), [Problem("invalid-sections", info.where(where), found=found, hint=hint)]
+            return Split.along(0, features), [Problem("invalid-sections", info.where(where), found=reason, hint=hint)]
         problems = []
         if not self.use_local_output and (len(sizes) > 1 or max(copies) > 1):
             hint = "a DTensor cannot express sections of its last dim; leave it True"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
+from shard_spec.layout.placements import AnyShard, InterleavedShard, ShardSpec
 from shard_spec.planners.megatron.blocks import (
     Context,
     Cut,
@@ -23,7 +25,8 @@ from shard_spec.planners.megatron.blocks import (
     leaf,
     parent,
 )
-from shard_spec.planners.megatron.linear import (
+from shard_spec.planners.modules.block_simulator import Slices, even_slices, simulate_block
+from shard_spec.planners.modules.linear import (
     HEAD_DIM,
     NUM_HEADS,
     Heads,
@@ -36,6 +39,8 @@ from shard_spec.planners.megatron.linear import (
     places_of,
     words,
 )
+
+Placed: TypeAlias = Callable[[int], AnyShard]  # the placement of one dim
 
 # Usual names of submodules, in lower case. A name alone decides nothing: shapes have to match, and blocks outside of
 # known libraries are probed (see `block_simulator`). Names only restrict the search.
@@ -88,15 +93,15 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
             if _NORM_OF_A_PROJECTION.search(name):
                 replicated.append(fqn)
             elif name in _ONE_PER_HEAD and from_library(context.modules[holder]):
-                cuts.append(Cut(fqn, "S(0)"))
+                cuts.append(Cut(fqn, ShardSpec(0)))
             else:
                 doubts.append(doubt(fqn, shape))
         elif isinstance(owner, nn.Embedding) and shape[-1] == heads.num_heads:
-            cuts.append(Cut(fqn, "S(1)"))  # a bias per bucket and head
+            cuts.append(Cut(fqn, ShardSpec(1)))  # a bias per bucket and head
         elif head_dims and (not others or (others == [heads.head_dim] and len(shape) > 1)):
-            cuts.append(Cut(fqn, f"S({head_dims[0]})"))  # a number, or a vector, per head
+            cuts.append(Cut(fqn, ShardSpec(head_dims[0])))  # a number, or a vector, per head
         elif shape == (heads.num_kv_heads, heads.head_dim):
-            cuts.append(Cut(fqn, "S(0)"))  # a vector per key-value head
+            cuts.append(Cut(fqn, ShardSpec(0)))  # a vector per key-value head
         elif from_library(context.modules[holder]) and name in after_the_output:
             continue
         elif others == [heads.head_dim] and len(shape) == 1:
@@ -275,7 +280,7 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
         text = f"num_key_value_heads={heads.num_kv_heads} with tp={context.options.tp_size}: k and v stay replicated"
         hint = "each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis"
         notes = (*notes, Problem("kv-replicated", projections.scope, found=f"{text} on every rank", hint=hint))
-    cuts = tuple(cut for view in columns for cut in column_cuts(view, "S({dim})"))
+    cuts = tuple(cut for view in columns for cut in column_cuts(view, ShardSpec))
     replicated = () if share_kv else tuple(name for view in (k, v) for name in view.parameters)
     replicated += (*inner.replicated, *inner.numbers)
     pieces = heads.num_kv_heads if share_kv else heads.num_heads
@@ -303,16 +308,18 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
     refused: Problem | None = None
     for order in orders:
         # The output channels of each rank. Heads or groups are contiguous: plain chunks of them.
-        rows, pattern = even_slices(q + 2 * kv, tp_size), "S({dim})"
+        rows = even_slices(q + 2 * kv, tp_size)
+        placed: Placed = ShardSpec
         if order == "sections":
             parts = [[at + own for own in even_slices(n, tp_size)] for at, n in ((0, q), (q, kv), (q + kv, kv))]
-            rows, pattern = [torch.cat(own) for own in zip(*parts, strict=True)], f"I({{dim}}, [{q}, {kv}, {kv}])"
+            rows = [torch.cat(own) for own in zip(*parts, strict=True)]
+            placed = partial(InterleavedShard, sections=(q, kv, kv))
         slices = {fused: rows}
         evidence = _evidence(context, projections, slices, inner, heads, why if has_one_order else None)
         if isinstance(evidence, Problem):
             refused = evidence
             continue
-        cuts = column_cuts(fused, pattern)
+        cuts = column_cuts(fused, placed)
         same = (*inner.replicated, *inner.numbers)
         unit = projections.block(TPBlockKind.ATTENTION, cuts, heads.num_kv_heads, evidence, inner.cuts, same)
         return Found(unit, notes=unverified(projections.scope, evidence))
@@ -380,7 +387,6 @@ def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
     return (Problem("unverified", scope, found=reason, hint=hint),) if evidence is Evidence.NAMED else ()
 
 
-def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:
-    """Return the cuts of a column linear. `pattern` is the placement with ``{dim}`` for the output dimension."""
-    biases = (Cut(name, pattern.format(dim=0)) for name in view.biases)  # a bias has the output dimension only
-    return Cut(view.weight_name, pattern.format(dim=view.out_dim)), *biases
+def column_cuts(view: LinearView, placed: Placed) -> tuple[Cut, ...]:
+    """Return the cuts of a column linear, whose output dimension is ``placed``; its bias has that dimension only."""
+    return Cut(view.weight_name, placed(view.out_dim)), *(Cut(name, placed(0)) for name in view.biases)

@@ -17,7 +17,8 @@ from typing import Literal
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.megatron.linear import LinearView
+from shard_spec.layout.placements import AnyShard, ShardSpec
+from shard_spec.planners.modules.linear import LinearView
 
 # In names of tables without a vocabulary.
 POSITION_WORDS = ("pos", "wpe", "token_type", "segment", "relative", "bucket")
@@ -50,10 +51,10 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True)
 class Cut:
-    """One parameter and the text of its placement on the tensor-parallel axis: ``S(0)``, ``I(0, [8, 8, 8])``."""
+    """One parameter and its placement on the tensor-parallel axis, for example ``ShardSpec(0)``."""
 
     name: str
-    placement: str
+    placement: AnyShard
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Region:
         replicated: tuple[str, ...] = (),
     ) -> TPBlock:
         """Return the block that shards the region."""
-        rows = (Cut(self.row.weight_name, f"S({self.row.in_dim})"),)
+        rows = (Cut(self.row.weight_name, ShardSpec(self.row.in_dim)),)
         return TPBlock(kind, self.scope, columns, rows, inner, replicated, self.row.biases, num_pieces, evidence)
 
     def left_whole(self, problem: Problem) -> Found:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.block_simulator import Slices, even_slices
-from shard_spec.planners.megatron.attention import OUTPUT_BLOCK, column_cuts, evidence_of, unverified
+from shard_spec.layout.placements import BlockShard, InterleavedShard, ShardSpec
+from shard_spec.planners.megatron.attention import OUTPUT_BLOCK, Placed, column_cuts, evidence_of, unverified
 from shard_spec.planners.megatron.blocks import Context, Evidence, Found, Region, TPBlockKind
-from shard_spec.planners.megatron.linear import LinearView, as_linear, from_library, join, linear_children, words
+from shard_spec.planners.modules.block_simulator import Slices, even_slices
+from shard_spec.planners.modules.linear import LinearView, as_linear, from_library, join, linear_children, words
 
 UP = words(
     "fc1 c_fc up_proj w1 w3 dense_h_to_4h fc_in lin1 linear1 wi wi_0 wi_1 gate_proj gate up fc w_in ff1 "
@@ -105,14 +107,15 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
     refused: Problem | None = doubt
     # Candidate placements, each with the channels of every rank.
     even, first = even_slices(width, tp_size), block.columns[0]
-    candidates: list[tuple[str, dict[LinearView, Slices]]] = [("S({dim})", dict.fromkeys(block.columns, even))]
+    candidates: list[tuple[Placed, dict[LinearView, Slices]]] = [(ShardSpec, dict.fromkeys(block.columns, even))]
     if block.fused:  # gate first, then up: a rank gets its slice of each; or they alternate, in pairs
         halves = [torch.cat([own, own + width]) for own in even]
         pairs = [torch.stack([2 * own, 2 * own + 1], dim=1).flatten() for own in even]
-        candidates = [(f"I({{dim}}, [{width}, {width}])", {first: halves}), ("B({dim}, 2)", {first: pairs})]
+        candidates = [(partial(InterleavedShard, sections=(width, width)), {first: halves})]
+        candidates += [(partial(BlockShard, block=2), {first: pairs})]
         if known is Evidence.LIBRARY or context.options.fused is not None:
             candidates = candidates[1:] if context.options.fused == "pairs" else candidates[:1]
-    for pattern, slices in candidates:
+    for placed, slices in candidates:
         arrangement = Evidence.USER_SPECIFIED if block.fused and context.options.fused is not None else known
         doubts = [] if doubt is None else [doubt]  # a probe clears them: it runs them
         evidence = evidence_of(context, block, slices, known or arrangement, doubts)
@@ -125,7 +128,7 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         notes = list(unverified(block.scope, evidence))
         if width % tp_size:
             notes.append(uneven(block.scope, width, tp_size))
-        cuts = tuple(cut for view in block.columns for cut in column_cuts(view, pattern))
+        cuts = tuple(cut for view in block.columns for cut in column_cuts(view, placed))
         unit = block.block(TPBlockKind.MLP, cuts, width, evidence)
         return Found(unit, notes=tuple(notes))
     assert refused is not None

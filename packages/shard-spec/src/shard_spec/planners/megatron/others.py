@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.megatron.attention import column_cuts
+from shard_spec.layout.placements import AnyShard, BlockShard, InterleavedShard, ShardSpec
+from shard_spec.planners.megatron.attention import Placed, column_cuts
 from shard_spec.planners.megatron.blocks import (
     POSITION_WORDS,
     Context,
@@ -18,8 +20,8 @@ from shard_spec.planners.megatron.blocks import (
     TPBlockKind,
     leaf,
 )
-from shard_spec.planners.megatron.linear import LinearView, as_linear, declared_vocab_sizes, from_library, join, words
 from shard_spec.planners.megatron.mlp import uneven
+from shard_spec.planners.modules.linear import LinearView, as_linear, declared_vocab_sizes, from_library, join, words
 
 HEAD = words("lm_head embed_out head output decoder proj_out vocab_projector unembed logits")
 
@@ -40,18 +42,20 @@ def find_multihead_attention(context: Context, name: str) -> Found | None:
         reason = f"num_heads={module.num_heads} with tp={tp_size}"
         problem = Problem("does-not-divide", name, found=reason, hint=f"valid tp sizes: {valid}")
         return Found(left_whole=tuple((join(name, parameter), problem) for parameter in own))
-    sections = f"I(0, [{width}, {width}, {width}])"  # q, k and v by sections: each rank gets its heads of all three
-    placements = {
+    sections = InterleavedShard(
+        0, (width, width, width)
+    )  # q, k and v by sections: each rank gets its heads of all three
+    placements: dict[str, AnyShard] = {
         **dict.fromkeys(("in_proj_weight", "in_proj_bias"), sections),
-        **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), "S(0)"),
-        **dict.fromkeys(("bias_k", "bias_v"), "S(2)"),  # [1, 1, embed_dim]
+        **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), ShardSpec(0)),
+        **dict.fromkeys(("bias_k", "bias_v"), ShardSpec(2)),  # [1, 1, embed_dim]
     }
     return Found(
         TPBlock(
             TPBlockKind.ATTENTION,
             name,
             columns=tuple(Cut(join(name, key), placements[key]) for key in own if key in placements),
-            rows=(Cut(join(name, "out_proj.weight"), "S(1)"),),
+            rows=(Cut(join(name, "out_proj.weight"), ShardSpec(1)),),
             row_biases=(join(name, "out_proj.bias"),) if "out_proj.bias" in own else (),
             num_pieces=module.num_heads,
         )
@@ -84,16 +88,17 @@ def find_experts(context: Context, name: str) -> Found | None:
         problem = Problem("does-not-divide", name, found=reason)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     concatenated = getattr(module, "is_concatenated", True)
-    pattern = f"I({{dim}}, [{width}, {width}])" if concatenated else "B({dim}, 2)"  # gate then up, or alternating
-    columns = [Cut(join(name, "gate_up_proj"), pattern.format(dim=out_dim))]
+    halves, pairs = partial(InterleavedShard, sections=(width, width)), partial(BlockShard, block=2)
+    placed: Placed = halves if concatenated else pairs  # gate then up, or alternating
+    columns = [Cut(join(name, "gate_up_proj"), placed(out_dim))]
     if "gate_up_proj_bias" in weights:
-        columns.append(Cut(join(name, "gate_up_proj_bias"), pattern.format(dim=1)))  # [experts, channels]
+        columns.append(Cut(join(name, "gate_up_proj_bias"), placed(1)))  # [experts, channels]
     return Found(
         TPBlock(
             TPBlockKind.EXPERTS,
             name,
             columns=tuple(columns),
-            rows=(Cut(join(name, "down_proj"), f"S({in_dim})"),),
+            rows=(Cut(join(name, "down_proj"), ShardSpec(in_dim)),),
             row_biases=(join(name, "down_proj_bias"),) if "down_proj_bias" in weights else (),
             num_pieces=width,
         )
@@ -142,7 +147,7 @@ def _embedding(context: Context, name: str, module: nn.Embedding) -> Found:
             reason = f"the forward of {type(module).__qualname__} is its own"
             hint = "if it is linear in the rows, write the rule by hand"
         return Found(left_whole=((weight, Problem("left-replicated", name, found=reason, hint=hint)),))
-    cuts = (Cut(weight, "S(0)"),)
+    cuts = (Cut(weight, ShardSpec(0)),)
     return _vocabulary(TPBlock(TPBlockKind.EMBEDDING, name, (), cuts, num_pieces=rows), tp_size)
 
 
@@ -151,7 +156,7 @@ def _head(context: Context, view: LinearView) -> Found:
     if rows < tp_size:
         problem = Problem("left-replicated", view.name, found=f"{rows} outputs with tp={tp_size}")
         return Found(left_whole=((view.weight_name, problem),))
-    cuts = column_cuts(view, "S({dim})")
+    cuts = column_cuts(view, ShardSpec)
     return _vocabulary(TPBlock(TPBlockKind.HEAD, view.name, cuts, (), num_pieces=rows), tp_size)
 
 

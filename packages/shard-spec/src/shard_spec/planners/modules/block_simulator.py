@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shard_spec.planners.megatron.linear import LinearView, as_linear
+from shard_spec.planners.modules.linear import LinearView, as_linear
 
 _BATCH, _SEQUENCE = 2, 4
 _TOLERANCE = 1e-5  # relative; modules may compute softmax or norms in float32 inside. Real mixing is of order 1.
