@@ -39,7 +39,7 @@ def record(step: Callable[[], Any]) -> tuple[list[Event], Any]:
             of_backend.discard(address)
         else:
             own.append((address, size))
-    assert len(own) > 50
+    assert len(own) > 10
     return own, result
 
 

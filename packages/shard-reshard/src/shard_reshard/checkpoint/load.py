@@ -171,8 +171,7 @@ def load_safetensors(
             )
             for moves, held in staged(here, "a load", plan.digest, *needs, (BEFORE_MOVING, later))
         )
-        shown = each_shown("load_safetensors", buckets, len(plan.moves.buckets), lambda _: "bucket")
-        late = move_buckets(here, shown, True, progress=progress)
+        late = move_buckets(here, each_shown("load", buckets, len(plan.moves.buckets)), True, progress=progress)
         result = LoadedStateDict(write_outputs(here, arriving, targets, outs))
     if fresh and module is not None:  # last: a failed load leaves the module unchanged
         _install(module, fresh)

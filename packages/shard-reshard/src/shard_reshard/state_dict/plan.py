@@ -752,13 +752,14 @@ def in_layouts(
     plans: dict[object, ReshardPlan] = {}
     moves = []
     for move in plan.moves:
-        before, src, dst = move.plan, sources.get(move.source), targets.get(move.target)
-        same = id(before), id(src), id(dst)
+        before, new_src, new_dst = move.plan, sources.get(move.source), targets.get(move.target)
+        same = id(before), id(new_src), id(new_dst)
         if same not in plans:
-            if src is None or isinstance(before.src, ShardMapView):
-                src = before.src if src is None else before.src.of(src)
-            if dst is None or isinstance(before.dst, ShardMapView):
-                dst = before.dst if dst is None else before.dst.of(dst)
+            src, dst = new_src or before.src, new_dst or before.dst
+            if new_src is not None and isinstance(before.src, ShardMapView):
+                src = before.src.of(new_src)
+            if new_dst is not None and isinstance(before.dst, ShardMapView):
+                dst = before.dst.of(new_dst)
             plans[same] = make_plan(src, dst, before.dtype, before.out_dtype, bucket_bytes=bucket_bytes)
         moves.append(move._replace(plan=plans[same]))
     arriving = plan.targets

@@ -26,6 +26,17 @@ _CONTIGUOUS = {
     _ATEN.native_batch_norm_backward.default: 1,
     _ATEN.batch_norm_backward.default: 1,
     _ATEN.native_layer_norm_backward.default: 1,
+    _ATEN.max_pool2d_with_indices.default: 0,
+    _ATEN.max_pool2d_with_indices_backward.default: 1,
+    _ATEN.avg_pool2d.default: 0,
+    _ATEN.avg_pool2d_backward.default: 1,
+}
+# Autograd writes these results into an operand that it alone holds; while a mode watches it makes a new tensor.
+_IN_PLACE = {
+    _ATEN.add.Tensor: _ATEN.add_.Tensor,
+    _ATEN.scatter.src: _ATEN.scatter_.src,
+    _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
+    _ATEN.index_add.default: _ATEN.index_add_.default,
 }
 _CONVOLUTIONS = {_ATEN.convolution.default: (0, 1), _ATEN.convolution_backward.default: (1, 2)}  # input, weight
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -35,16 +46,18 @@ def run_operator(operator: Any, args: Any, kwargs: Any) -> Any:
     """Run one operator on meta tensors; new memory is what the kernel would allocate."""
     if operator is _ATEN.clone.default and args[0].layout == torch.sparse_coo:
         return args[0].detach()  # a real step keeps a sparse gradient as it is; on meta a clone would lose its size
-    if operator is _ATEN.add.Tensor and not torch.is_grad_enabled() and _is_gradient_of_engine(*args[:2]):
-        return _ATEN.add_.Tensor(*args, **kwargs)
+    if operator in _IN_PLACE and not torch.is_grad_enabled() and _is_held_by_engine(operator, args):
+        return _IN_PLACE[operator](*args, **kwargs)
     if operator is _ATEN._grouped_mm.default:
         # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it saves the originals.
         halves = (each.to(torch.bfloat16) for each in args[:2])
         return operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
     result = operator(*args, **kwargs)
     if operator in _CONTIGUOUS:
-        first, *others = result
-        return (_laid_out(first, args[_CONTIGUOUS[operator]]), *others)
+        model = args[_CONTIGUOUS[operator]]
+        return (
+            _laid_out(result, model) if isinstance(result, torch.Tensor) else (_laid_out(result[0], model), *result[1:])
+        )
     if operator in _CONVOLUTIONS:
         models = [args[at] for at in _CONVOLUTIONS[operator]]
         model = next((each for each in models if _memory_format(each) != torch.contiguous_format), models[0])
@@ -60,6 +73,8 @@ _READ_CONTIGUOUS = {
     _ATEN.native_layer_norm_backward.default: (0, 1),
     _ATEN.convolution.default: (0, 1),
     _ATEN.convolution_backward.default: (0, 1, 2),
+    **dict.fromkeys((_ATEN.max_pool2d_with_indices.default, _ATEN.avg_pool2d.default), (0,)),
+    **dict.fromkeys((_ATEN.max_pool2d_with_indices_backward.default, _ATEN.avg_pool2d_backward.default), (0,)),
 }
 # Matrices that BLAS reads in rows or in columns.
 _READ_BY_BLAS = {
@@ -102,14 +117,11 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(counted(*args, **kwargs, out_val=result)) if counted is not None else 0
 
 
-def _is_gradient_of_engine(tensor: torch.Tensor, other: Any) -> bool:
+def _is_held_by_engine(operator: Any, args: Any) -> bool:
+    """Return True if autograd alone holds the first operand; a sum has to have its shape."""
     owned = engine_references()
-    return (
-        isinstance(other, torch.Tensor)
-        and tensor.shape == other.shape
-        and owned == references(tensor)
-        and owned is not None
-    )
+    fits = operator is not _ATEN.add.Tensor or (isinstance(args[1], torch.Tensor) and args[0].shape == args[1].shape)
+    return fits and owned == references(args[0]) and owned is not None
 
 
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
@@ -126,13 +138,16 @@ def _laid_out(result: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def uncounted_workspace(operator: Any, args: Any) -> str:
-    """Return the name of an operator whose kernel on a CPU allocates workspace that is not counted, or ``""``.
+    """Return the kind of an operator whose kernel on a CPU allocates workspace that is not counted, or ``""``.
 
-    Torch's own convolutions unfold their input into columns; oneDNN's, which take float32 of some size, do not.
+    A convolution unfolds its input into columns or reorders it into blocks; a sum of booleans (in the backward of
+    ``amax``) converts them to integers first.
     """
-    if operator not in _CONVOLUTIONS:
-        return ""
-    image, weight = (args[at] for at in _CONVOLUTIONS[operator])
-    large, on = image.shape[0] > 1 or image.numel() > 20480, torch.backends.mkldnn.enabled
-    name = f"convolution{weight.dim() - 2}d in {str(image.dtype).removeprefix('torch.')}"
-    return "" if all((large, on, image.dtype == torch.float32)) else name
+    if operator is _ATEN.sum.dim_IntList and args[0].dtype == torch.bool:
+        return "sums of booleans"
+    if (
+        operator is _ATEN.max_pool2d_with_indices_backward.default
+        and _memory_format(args[1]) in _CHANNELS_LAST.values()
+    ):
+        return "pooling with channels last"
+    return "convolutions" if operator in _CONVOLUTIONS else ""

@@ -1,0 +1,70 @@
+"""Layers whose kernels differ from shape functions: recorded peaks, or a note that names what is not counted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import recorded_ways
+import torch
+from shard_spec import ShardingPlan
+from torch import nn
+
+PLAN = ShardingPlan({}, mesh={"dp": 1})
+
+
+class Net(nn.Module):
+    """Linear layers before one function, so that a record has enough events."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.function(self.first(x)).square()
+        return y.sum()
+
+
+RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max-pool": nn.MaxPool2d(2),
+    "max-pool of a transposed input": lambda x: nn.functional.max_pool2d(x.transpose(2, 3), 2),
+    "average pool of a transposed input": lambda x: nn.functional.avg_pool2d(x.transpose(2, 3), 2),
+    "max": lambda x: x.max(2)[0],
+    "gather": lambda x: x.gather(3, torch.zeros(*x.shape[:3], 2, dtype=torch.long, device=x.device)),
+    "sort": lambda x: x.sort(3)[0],
+    "index_select": lambda x: x.index_select(3, torch.arange(5, device=x.device)),
+}
+NOTED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "amax": (lambda x: x.amax(2), "sums of booleans"),
+    "convolution": (nn.Conv2d(8, 8, 3), "convolutions"),
+    "pool": (lambda x: nn.functional.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2), "channels last"),
+}
+
+
+def recorded(model: nn.Module, x: torch.Tensor) -> int:
+    def step() -> Any:
+        output = model(x)
+        output.backward()
+        return output
+
+    return recorded_ways.measure(model, step)["beside"]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_peak_of_a_layer_is_the_recorded_one(name: str) -> None:
+    model, x = Net(RIGHT[name]), torch.randn(4, 8, 20, 20)
+    estimate = PLAN.activations(model, (x,))
+    assert estimate.peak_bytes == pytest.approx(recorded(model, x), rel=0.01)
+    assert not any(note.startswith("not counted") for note in estimate.notes)
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_workspace_of_a_kernel_is_named_where_it_is_not_counted(name: str) -> None:
+    function, message = NOTED[name]
+    model, x = Net(function), torch.randn(4, 8, 20, 20)
+    memory = PLAN.memory(model, (x,))
+    assert f"not counted: workspace of {message}" in str(memory) or message in str(memory)
+    assert PLAN.activations(model, (x,)).peak_bytes <= recorded(model, x)
+    planned = PLAN.memory(Net(function).to("meta"), (x,))  # for an accelerator
+    assert "workspace" not in str(planned)
