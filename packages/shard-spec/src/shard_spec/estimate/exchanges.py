@@ -8,6 +8,7 @@ back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
@@ -41,19 +42,23 @@ class Moved(torch.autograd.Function):
         return None, None, *ctx.back(gradients)
 
 
-def exchanged(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], copies: int = 1) -> list[torch.Tensor]:
+def exchanged(
+    tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], copies: int = 1, held: int = 1
+) -> list[torch.Tensor]:
     """Return tensors of ``shapes``, which one message brings in place of ``tensors``.
 
     Args:
         tensors: What is sent.
         shapes: Shapes of what arrives.
         copies: Number of rows in the message for each row of ``tensors`` and of the results (experts of a token).
+        held: Number of those that stay as long as the result.
     """
+    rows = tensors[0].new_empty(0 if copies == 1 else copies * tensors[0].numel())  # of tokens, before they are packed
     packed = tensors[0].new_empty(copies * sum(each.numel() for each in tensors))
     received = tensors[0].new_empty(copies * sum(map(prod, shapes)))
-    del packed
-    results = [each.new_empty(shape) for each, shape in zip(tensors, shapes, strict=True)]
-    del received
+    # The first of the rows that arrive stand for all of them: their memory is there as long as the result is.
+    results = [each.new_empty((held, *shape))[0] for each, shape in zip(tensors, shapes, strict=True)]
+    del rows, packed, received
     return results
 
 
@@ -154,15 +159,17 @@ class Exchanges:
             along = [axis for axis in axes if any(axis in each.sharded_axes for each in layouts)]
             choices = [0]  # of the call that runs
 
-            def sent(tensor: torch.Tensor, name: str = name, along: Any = along, choices: Any = choices) -> Any:
+            def sent(
+                tensor: torch.Tensor, arrives: bool, name: str = name, along: Any = along, choices: Any = choices
+            ) -> Any:
                 copies, shapes = choices[0], [tuple(tensor.shape)]
 
-                def move(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+                def move(held: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
                     for axis in along:
                         self._record(axis, "all_to_all", "activations", name, copies * self._bytes_of(tensors[0]))
-                    return exchanged(tensors, shapes, copies)
+                    return exchanged(tensors, shapes, copies, held)
 
-                return Moved.apply(move, move, tensor)[0]  # type: ignore[no-untyped-call]  # torch's
+                return Moved.apply(partial(move, copies if arrives else 1), partial(move, 1), tensor)[0]  # type: ignore[no-untyped-call]  # torch's
 
             def before(module: nn.Module, args: Any, kwargs: Any, sent: Any = sent, choices: Any = choices) -> Any:
                 tensors = list(tensors_of((args, kwargs)))
@@ -171,13 +178,15 @@ class Exchanges:
                 if not (tensors and chosen and tensors[0].is_floating_point()):
                     return None
                 choices[0] = chosen[0].shape[-1]
-                arrived = sent(tensors[0])
+                arrived = sent(tensors[0], True)
                 put = _replacing(tensors[0], arrived)
                 return put(args), put(kwargs)
 
             def after(module: nn.Module, args: Any, output: Any, sent: Any = sent, choices: Any = choices) -> Any:
                 returned = next(tensors_of(output), None)
-                return None if not choices[0] or returned is None else _replacing(returned, sent(returned))(output)
+                return (
+                    None if not choices[0] or returned is None else _replacing(returned, sent(returned, False))(output)
+                )
 
             if along:
                 experts = module.get_submodule(name)
