@@ -77,11 +77,11 @@ def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> No
         assert torch.equal(out[name].full_tensor(), value.full_tensor())
 
 
-# Functions and files that the first call of a kind enters; three of a load are those that show it on a terminal.
+# Functions and files that the first call of a kind enters.
 FIRST = {
     "reshard": (88, 12),
     "reshard_state_dict": (142, 17),
-    "load_safetensors": (138, 19),
+    "load_safetensors": (135, 18),
 }
 
 

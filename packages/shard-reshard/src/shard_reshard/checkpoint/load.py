@@ -171,7 +171,8 @@ def load_safetensors(
             )
             for moves, held in staged(here, "a load", plan.digest, *needs, (BEFORE_MOVING, later))
         )
-        late = move_buckets(here, each_shown("load", buckets, len(plan.moves.buckets)), True, progress=progress)
+        shown = buckets if len(plan.moves.buckets) < 2 else each_shown("load", buckets, len(plan.moves.buckets))
+        late = move_buckets(here, shown, True, progress=progress)
         result = LoadedStateDict(write_outputs(here, arriving, targets, outs))
     if fresh and module is not None:  # last: a failed load leaves the module unchanged
         _install(module, fresh)
