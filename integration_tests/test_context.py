@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -100,7 +100,8 @@ def test_sequences_inside_of_ddp_train_as_one_process(ranks: Ranks, kind: Any) -
     def rows(ids: torch.Tensor) -> torch.Tensor:
         return ids.chunk(count)[row]
 
-    for gradients, data in (("sum", mesh["dp"]), ("mean", mesh)):
+    ways: tuple[tuple[Literal["sum", "mean"], Any], ...] = (("sum", mesh["dp"]), ("mean", mesh))
+    for gradients, data in ways:
         model = new_model()
         handle = tp_styles.apply_plan(model, mesh["cp"], tp_styles.ContextParallel(kind, gradients=gradients))
         assert trained_beside(tp_ddp_bridge.wrap_ddp(model, mesh=data), rows) > 5000

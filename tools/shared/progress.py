@@ -39,7 +39,7 @@ def phases(work: str, total: int = 0) -> Iterator[Show]:
             return
         done = 8 * (at - 1) // max(total, at)
         bar = f" [{'#' * done}{'.' * (8 - done)}] {at}/{total}" if total else ""
-        text = f"{work}{bar} {phase}, {time.monotonic() - began:.0f} s"
+        text = f"{work}{bar}{phase and ' '}{phase}, {time.monotonic() - began:.0f} s"
         # A terminal's line is written over: return to its first column, and clear what a longer phase left there.
         sys.stderr.write(f"{text}\n" if lines else f"\r{text}\x1b[K")
         sys.stderr.flush()
@@ -52,8 +52,10 @@ def phases(work: str, total: int = 0) -> Iterator[Show]:
             sys.stderr.flush()
 
 
-def each_shown(work: str, items: Iterable[Item], total: int, name: Callable[[Item], str] = str) -> Iterator[Item]:
-    """Yield `items` one by one, each as a phase of `work` with the text `name(item)`."""
+def each_shown(
+    work: str, items: Iterable[Item], total: int, name: Callable[[Item], str] = lambda _: ""
+) -> Iterator[Item]:
+    """Yield `items` one by one, each as a phase of `work` with the text `name(item)`, by default none."""
     with phases(work, total) as show:
         for item in items:
             show(name(item))

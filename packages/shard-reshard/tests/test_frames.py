@@ -78,7 +78,11 @@ def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> No
 
 
 # Functions and files that the first call of a kind enters.
-FIRST = {"reshard": (88, 12), "reshard_state_dict": (142, 17), "load_safetensors": (135, 18)}
+FIRST = {
+    "reshard": (88, 12),
+    "reshard_state_dict": (142, 17),
+    "load_safetensors": (135, 18),
+}
 
 
 @pytest.mark.extra("safetensors")

@@ -61,8 +61,8 @@ def divided_gradient() -> Any:
     """The gradient of gathered outputs is divided by the number of ranks."""
     leave = ContextForward._leave
 
-    def left(self: Any, x: torch.Tensor, dim: int, call: Any, scale: int) -> Any:
-        return leave(self, GradientScale.apply(x, 1 / self.axis.size), dim, call, scale)  # type: ignore[no-untyped-call]
+    def left(self: Any, x: torch.Tensor, dim: int, call: Any) -> Any:
+        return leave(self, GradientScale.apply(x, 1 / self.axis.size), dim, call)  # type: ignore[no-untyped-call]
 
     return patched(ContextForward, "_leave", left)
 

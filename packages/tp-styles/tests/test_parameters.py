@@ -236,6 +236,8 @@ FULL_READS: dict[str, Callable[[Any], Any]] = {
     "squares of a penalty": lambda w: w.square().sum(),
     "products of a penalty": lambda w: (w * w).mean(),
     "powers of a penalty": lambda w: ((w - 1).abs() ** 1.5).norm(),
+    "reshaped": lambda w: w.clone().t().flatten().norm(),
+    "a loss of the weight": lambda w: torch.nn.functional.mse_loss(w, torch.zeros_like(w)),
 }
 ROW_READS: dict[str, Callable[[Any], Any]] = {
     "norm of rows": lambda w: w.norm(dim=1),
@@ -275,7 +277,7 @@ def test_reads_of_a_full_weight_are_refused_on_sections_and_right_through_full_t
         (weight.norm() + torch.linalg.svdvals(weight)[0] + (weight.T @ weight - 1).square().sum()).backward()
     assert shard.grad is not None and full.grad is not None
     torch.testing.assert_close(shard.grad, split.take(full.grad, ranks.rank, 2))
-    assert len(FULL_READS) == 22 and len(ROW_READS) == 8
+    assert len(FULL_READS) == 24 and len(ROW_READS) == 8
 
 
 @pytest.mark.ranks(2)
@@ -301,6 +303,32 @@ def test_an_optimizers_file_of_one_process_goes_on_in_shards(ranks: Ranks, kind:
     assert models.assert_close(state, dict(alone.state_dict()), atol=1e-12) == sum(
         p.numel() for p in alone.parameters()
     )
+
+
+@pytest.mark.ranks(2)
+def test_clipped_values_and_averaged_weights(ranks: Ranks) -> None:
+    """One tensor after the other they are those of one process; torch's lists of DTensors and sections raise."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+    model, alone = (models.seeded(lambda: models.Gated().double()) for _ in range(2))
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), GATED)
+    averages: list[Any] = [AveragedModel(each, avg_fn=get_ema_avg_fn(0.9)) for each in (model, alone)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for _ in range(3):
+        for each, average, optimizer in zip((model, alone), averages, optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x64(3, 8)).square().sum().backward()
+            nn.utils.clip_grad_value_(each.parameters(), 0.05, foreach=False)
+            optimizer.step()
+            average.update_parameters(each)
+    for each, other in ((model, alone), (averages[0].module, averages[1].module)):
+        assert models.assert_close(tp.full_state_dict(each), dict(other.state_dict()), atol=1e-12) > 300
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        nn.utils.clip_grad_value_(model.parameters(), 0.05, foreach=True)
+    lists = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    lists.update_parameters(model)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        lists.update_parameters(model)
 
 
 class Weight(nn.Parameter):

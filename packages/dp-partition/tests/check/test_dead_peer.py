@@ -30,16 +30,19 @@ def test_a_rank_that_dies_is_reported_by_the_others(tmp_path: Path) -> None:
     # All that a first call imports is imported once, before ranks are forked.
     libraries = ["torch._dynamo", "torch._functorch.partitioners", "torch.fx.experimental.symbolic_shapes"]
     context.set_forkserver_preload([*libraries, "dp_partition.runner"])
-    reports = context.SimpleQueue()
+    reports = {how: context.SimpleQueue() for how in _DEATHS}
+    workers = [
+        context.Process(target=_die_or_report, args=(rank, str(tmp_path / how), how, reports[how]))
+        for how in _DEATHS
+        for rank in (0, 1)
+    ]
+    for worker in workers:  # all worlds at once: most of their time they wait
+        worker.start()
+    for worker in workers:
+        worker.join(180)
+        assert worker.exitcode == 0
     for how in _DEATHS:
-        arguments = str(tmp_path / how), how, reports
-        workers = [context.Process(target=_die_or_report, args=(rank, *arguments)) for rank in (0, 1)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(180)
-            assert worker.exitcode == 0, how
-        message, unchanged = reports.get()
+        message, unchanged = reports[how].get()
         assert _DEATHS[how][1] in message and "rank 0" in message, (how, message)
         assert unchanged, how
 

@@ -407,8 +407,10 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
             for src in plan.src.cross(start, stop) if rank in receivers else ():
                 low, high, there, addends, tensors = src
                 owners, sizes = addends[0], tuple(map(sub, high, low))
-                if direct and (rank in owners or num_shares(owners, sizes, itemsize) < 2):
-                    sender, here = rank if rank in owners else turn(owners, rank), tuple(map(add, low, shift))
+                alone = len(owners) == 1
+                if direct and (alone or rank in owners or num_shares(owners, sizes, itemsize) < 2):
+                    sender = rank if rank in owners else owners[0] if alone else turn(owners, rank)
+                    here = tuple(map(add, low, shift))
                     number = 0 if tensors is None else tensors[sender]
                     arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
                     continue
@@ -428,7 +430,7 @@ def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy
                 if direct and holding.issuperset(receivers):
                     continue
                 sizes = tuple(map(sub, high, low))
-                if direct and num_shares(owners, sizes, itemsize) < 2:
+                if direct and (count == 1 or num_shares(owners, sizes, itemsize) < 2):
                     here = tuple(map(add, low, shift))
                     for to in receivers:
                         if to not in holding and (count == 1 or turn(owners, to) == rank):
@@ -510,7 +512,7 @@ def turn(owners: Sequence[int], rank: int) -> int:
 
 def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
     """Return how many owners send a share of a box; below 2 one sends all of it."""
-    return 1 if len(owners) == 1 else min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
+    return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
 
 
 def senders(

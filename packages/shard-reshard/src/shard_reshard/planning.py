@@ -110,8 +110,9 @@ def make_plan(
     out_dtype: torch.dtype | str | None = None,
     max_workspace_bytes: int | None = None,
     hosts: tuple[int, ...] | None = None,
+    bucket_bytes: int | None = None,
 ) -> ReshardPlan:
-    """Build a validated plan between two shard maps."""
+    """Build a validated plan between two shard maps; a tensor larger than ``bucket_bytes`` moves in rounds."""
     if src.shape != dst.shape:
         raise refusal(
             "shape-mismatch",
@@ -124,6 +125,8 @@ def make_plan(
     except TypeError:
         reason, hint = repr(max_workspace_bytes), "a whole number of bytes, or None"
         raise refusal("invalid-argument", "max_workspace_bytes", found=reason, hint=hint) from None
+    if bucket_bytes is not None and (src.largest + dst.largest) * max(map(ITEMSIZES.__getitem__, names)) > bucket_bytes:
+        limit = bucket_bytes
     plan = ReshardPlan(src.shape, *names, src, dst, limit, hosts=hosts)
     check_plan(plan)
     return plan

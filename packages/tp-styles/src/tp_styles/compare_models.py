@@ -26,6 +26,7 @@ from tp_styles._shared.execution_check import Compared, as_double, random_state_
 from tp_styles._shared.norms import grad_norm
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import without_dispatch_modes
+from tp_styles.check.compare import largest
 from tp_styles.check.inputs import ConstantRandomness, tensors_in, varied
 from tp_styles.problems import CheckError, PlanError, Problem
 from tp_styles.runtime.parameters import full_tensor, split_of
@@ -416,11 +417,6 @@ def _compare_values(
         findings.unchecked[name] = "zero in both"
     else:
         findings.compared.add(wanted, gradient=kind == "gradient")
-
-
-def largest(x: torch.Tensor) -> float:
-    """Return the largest finite absolute value, 0 for an empty tensor."""
-    return float(as_double(x).nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
 
 
 def _ratio(ours: torch.Tensor, wanted: torch.Tensor) -> str:

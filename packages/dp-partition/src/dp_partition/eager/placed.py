@@ -56,13 +56,12 @@ class PlacedShards:
         return held.issuperset(map(id, self.parameters.values()))
 
     def start_call(self) -> None:
-        self.has_raised = False
-        self.versions = [p._version for p in self.parameters.values()]
+        self.has_raised, self.versions = False, [p._version for p in self.parameters.values()]
 
     def note_written(self) -> None:
         """Add the shards that the call has written to the digest of all calls, whether it has raised or not."""
-        written = [p._version != old for p, old in zip(self.parameters.values(), self.versions, strict=True)]
-        self.digest = zlib.crc32(bytes(written), self.digest)
+        written = bytes([p._version != old for p, old in zip(self.parameters.values(), self.versions, strict=True)])
+        self.digest = zlib.crc32(written, self.digest)
 
     def end_call(self, call: int, results: list[DTensor], *, always: bool) -> None:
         """Meet the peers at the end of a call.

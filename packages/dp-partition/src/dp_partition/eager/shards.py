@@ -455,8 +455,7 @@ def with_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
     leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     if not any(x.ndim and not isinstance(x, DTensor) for x in leaves):
         return args
-    gathered: tuple[Any, ...] = pytree.tree_map_only(DTensor, lambda x: x if x.ndim else x.full_tensor(), args)
-    return gathered
+    return pytree.tree_map_only(DTensor, lambda x: x if x.ndim else x.full_tensor(), args)  # type: ignore[no-any-return]
 
 
 def reduced_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -270,14 +270,14 @@ class EagerStep:
             text = f"{len(rows)} of {len(self.parameters)} parameters stay full on every rank"
             warn_on_first(self.mesh, f"{self.name}: {text}: {' '.join(rows[0])}", stacklevel=4)
         self.reducer.remove()  # shards are reduced by FSDP2
-        comm = self.settings.comm
-        self.parameters = shard(reach, self.parameters, units, self.mesh, comm.reduce_dtype)
+        self.parameters = shard(reach, self.parameters, units, self.mesh, self.settings.comm.reduce_dtype)
         full = {name: p for name, p in self.parameters.items() if name in units.full}
         # In a group of its own: ranks that reach other experts mix these messages otherwise with those of FSDP2.
         is_mixed = bool(full and units.modules) and self.mesh.size() > 1
-        group = flat_group(self.mesh)
-        group = dist.new_group(ranks_of(self.mesh), use_local_synchronization=True) if is_mixed else group
-        self.reducer = GradientReducer(full, group, comm, self.name)
+        group = (
+            dist.new_group(ranks_of(self.mesh), use_local_synchronization=True) if is_mixed else flat_group(self.mesh)
+        )
+        self.reducer = GradientReducer(full, group, self.settings.comm, self.name)
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
         handles = state.hook_placed(reach.modules, reach.optimizers, take)
         self.watch = None
@@ -387,7 +387,7 @@ class EagerStep:
             self.reducer.remove()
         self.reducer, self.parameters, self.modules, self.placed = None, {}, [], None
         for step in self.steps:
-            step.holder = []
+            step.holder.clear()
 
     def explain(self) -> str:
         """Return lines about the placement and the comparisons of ranks."""

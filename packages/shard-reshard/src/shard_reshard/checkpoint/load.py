@@ -141,7 +141,6 @@ def load_safetensors(
     except Exception as error:
         raise_on_all_ranks(members, error)
     assert_consistent(members, "a load", asked, [*facts.problems, *uninitialized, *unreadable])
-
     rules |= {"key_map": key_map, "bucket_bytes": bucket_bytes}
     make = partial(_make_plan, members, listed, states, dst_layouts, stored_as or {}, shapes or {}, rules)
     plan = plan_of_all(members, "a load", (tables, facts, sums), make)
@@ -172,10 +171,8 @@ def load_safetensors(
             )
             for moves, held in staged(here, "a load", plan.digest, *needs, (BEFORE_MOVING, later))
         )
-        count = len(plan.moves.buckets)
-        late = move_buckets(
-            here, each_shown("load_safetensors", buckets, count, lambda _: "bucket"), True, progress=progress
-        )
+        shown = buckets if len(plan.moves.buckets) < 2 else each_shown("load", buckets, len(plan.moves.buckets))
+        late = move_buckets(here, shown, True, progress=progress)
         result = LoadedStateDict(write_outputs(here, arriving, targets, outs))
     if fresh and module is not None:  # last: a failed load leaves the module unchanged
         _install(module, fresh)

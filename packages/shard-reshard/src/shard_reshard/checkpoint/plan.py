@@ -211,8 +211,12 @@ def plan_load(
     ``outs`` is each rank's metadata of its destination tensors; all else as in `load_safetensors`.
     """
     # Demand does not depend on readers: a first plan, with one rank as reader of everything, gives it.
-    on_first = {shape: BoxShardMap.whole(shape, 0) for shape, _, _ in stored.values()}
-    sources = {name: TensorMeta(shape, dtype, on_first[shape], name) for name, (shape, dtype, _) in stored.items()}
+    on_first: dict[tuple[int, ...], ShardMap] = {}  # equal layouts are one object, and their moves one plan
+    sources: dict[str, TensorMeta] = {}
+    for name, (shape, dtype, _) in stored.items():
+        if shape not in on_first:
+            on_first[shape] = BoxShardMap.whole(shape, 0)
+        sources[name] = TensorMeta(shape, dtype, on_first[shape], name)
     facts = [replace(held, sources={} if rank else sources) for rank, held in enumerate(outs or [RankMeta({}, {})])]
     rules: Any = {"strict": strict, "casts": casts, "pairs": pairs, "unexpected": unexpected}
     wanted = plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, **rules)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +25,11 @@ class Guard(NamedTuple):
 
     Attributes:
         versions: Versions of the parameter and of its local tensor, that one's address and shape.
-        fold: A number that follows from the local tensor's bits, see `_folded`.
+        sums: What follows from the local tensor's bits, see `_sums_of`.
     """
 
     versions: tuple[int, int, int, torch.Size]
-    fold: torch.Tensor
+    sums: torch.Tensor
 
 
 class Block:
@@ -126,9 +125,9 @@ class Block:
         written = [name for name in held if versions_of(self.parameters[name]) != self.guards[name].versions]
         others = [name for name in held if name not in written]
         if others:  # one comparison, and on a GPU one wait, for all of them
-            now = {name: _folded(local_tensor(self.parameters[name])) for name in others}
-            if not torch.equal(torch.stack([*now.values()]), torch.stack([self.guards[name].fold for name in others])):
-                written += [name for name in others if not torch.equal(now[name], self.guards[name].fold)]
+            now = {name: _sums_of(local_tensor(self.parameters[name])) for name in others}
+            if not torch.equal(torch.cat([*now.values()]), torch.cat([self.guards[name].sums for name in others])):
+                written += [name for name in others if not torch.equal(now[name], self.guards[name].sums)]
         return written
 
     def fetch(self, names: Iterable[str]) -> None:
@@ -195,7 +194,7 @@ class Gradients:
 
 def guard_of(parameter: torch.Tensor) -> Guard:
     """Return what changes when a parameter is written in place, or gets other memory."""
-    return Guard(versions_of(parameter), _folded(local_tensor(parameter)))
+    return Guard(versions_of(parameter), _sums_of(local_tensor(parameter)))
 
 
 def versions_of(parameter: torch.Tensor) -> tuple[int, int, int, torch.Size]:
@@ -205,34 +204,29 @@ def versions_of(parameter: torch.Tensor) -> tuple[int, int, int, torch.Size]:
     return parameter._version, local._version, local.data_ptr(), local.shape
 
 
-def _folded(local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as one 64-bit integer, in one pass over the memory.
+def _sums_of(local: torch.Tensor) -> torch.Tensor:
+    """Return sums of a tensor's bits over rows and over columns, as 64-bit integers; of a small tensor its bits.
 
-    A write through ``parameter.data`` has no version, and changes this number; so does one that moves rows about, since
-    each word has a factor by its place: that of its block, times that of its place in the block. Words of 64 bits would
-    not do: modulo 2**64 an even number of changed signs of float64 adds up to nothing.
+    A write through ``parameter.data`` has no version. It does change a sum, unless it moves elements about so that all
+    sums of rows and columns stay. Rows of numbers are added up too: modulo 2**64 an even number of changed signs of
+    float64 comes to nothing.
     """
-    values = local.contiguous().view(-1)
-    wide = values.numel() * values.element_size() % 4 == values.storage_offset() * values.element_size() % 4 == 0
-    words = values.view(torch.int32 if wide and values.numel() else INTEGERS[min(4, values.element_size())])
-    while len(words) > 2 * _BLOCK:
-        *blocks, rest = words.split(max(_BLOCK, len(words) // _FEW_BLOCKS) if words.is_cuda else _BLOCK)
-        total = torch.zeros(len(blocks[0]), dtype=torch.int64, device=words.device)
-        for block in blocks:
-            torch.add(block, total, alpha=_FACTOR, out=total)
-        words = torch.cat([total, rest.to(torch.int64)])
-    return (words * _factors(words.device)[: len(words)]).sum(dtype=torch.int64)
+    rows = local.shape[0] if local.dim() > 1 else 1
+    if not local.numel():
+        return torch.empty(0, dtype=torch.int64, device=local.device)
+    values = local.contiguous().view(rows, -1)
+    wide = values.size(1) * values.element_size() % 8 == values.storage_offset() * values.element_size() % 8 == 0
+    words = values.view(torch.int64 if wide else INTEGERS[min(8, values.element_size())])
+    if words.numel() <= _FEW_WORDS:
+        return words.flatten().to(torch.int64, copy=True)
+    sums = [words.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    if values.is_floating_point() or values.is_complex():
+        numbers = values.sum(1)
+        sums.append(numbers.view(INTEGERS[min(8, numbers.element_size())]).to(torch.int64))
+    return torch.cat(sums)
 
 
-@cache
-def _factors(device: torch.device) -> torch.Tensor:
-    drawn = torch.randint(-(1 << 62), 1 << 62, (2 * _BLOCK,), generator=torch.Generator().manual_seed(0))
-    return (2 * drawn + 1).to(device)
-
-
-_BLOCK = 32768  # words, which stay in a CPU's cache
-_FEW_BLOCKS = 16  # a GPU adds large blocks as fast as small ones
-_FACTOR = -7046029254386353131  # odd, as all factors: no product of them is 0 modulo 2**64
+_FEW_WORDS = 1024
 
 
 @dataclass

@@ -24,7 +24,7 @@ from shard_reshard._shared.problems import PlanError, Problem, raise_problems, r
 from shard_reshard.group import condensed
 from shard_reshard.layout.boxes import BoxShardMap, Dims, ShardMapView, tiling_problems
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
-from shard_reshard.layout.shard_map import ITEMSIZES, Index, MeshShardMap, ShardMap, dtype_name, human
+from shard_reshard.layout.shard_map import Index, MeshShardMap, ShardMap, dtype_name, human
 from shard_reshard.plan import all_ranks_copies
 from shard_reshard.planning import ReshardPlan, make_plan
 from shard_reshard.state_dict.pairs import (
@@ -732,15 +732,9 @@ def _moves(
                 layout = ShardMapView(layout, route.start, route.shape, (None, *range(len(layout.shape))))
             elif layout.shape != route.shape:
                 layout = ShardMapView(layout, route.start, route.shape)
-            plans[same] = _bounded_plan(src, layout, meta.dtype, dtype, bucket_bytes)
+            plans[same] = make_plan(src, layout, meta.dtype, dtype, bucket_bytes=bucket_bytes)
         moves.append(TensorMove(route.source, route.target, plans[same], route.unstacked))
     return tuple(moves)
-
-
-def _bounded_plan(src: ShardMap, dst: ShardMap, dtype: str, out_dtype: str, bucket_bytes: int) -> ReshardPlan:
-    """Return the plan of a move; a tensor larger than a bucket moves in rounds."""
-    num_bytes = (src.largest + dst.largest) * max(ITEMSIZES[dtype], ITEMSIZES[out_dtype])
-    return make_plan(src, dst, dtype, out_dtype, bucket_bytes if num_bytes > bucket_bytes else None)
 
 
 @_collections_paused()
@@ -758,16 +752,19 @@ def in_layouts(
     plans: dict[object, ReshardPlan] = {}
     moves = []
     for move in plan.moves:
-        before, src, dst = move.plan, sources.get(move.source), targets.get(move.target)
-        same = id(before), id(src), id(dst)
+        before, new_src, new_dst = move.plan, sources.get(move.source), targets.get(move.target)
+        same = id(before), id(new_src), id(new_dst)
         if same not in plans:
-            src, dst = (
-                side if layout is None else side.of(layout) if isinstance(side, ShardMapView) else layout
-                for side, layout in ((before.src, src), (before.dst, dst))
-            )
-            plans[same] = _bounded_plan(src, dst, before.dtype, before.out_dtype, bucket_bytes)
+            src, dst = new_src or before.src, new_dst or before.dst
+            if new_src is not None and isinstance(before.src, ShardMapView):
+                src = before.src.of(new_src)
+            if new_dst is not None and isinstance(before.dst, ShardMapView):
+                dst = before.dst.of(new_dst)
+            plans[same] = make_plan(src, dst, before.dtype, before.out_dtype, bucket_bytes=bucket_bytes)
         moves.append(move._replace(plan=plans[same]))
-    arriving = {name: (targets.get(name, layout), dtype) for name, (layout, dtype) in plan.targets.items()}
+    arriving = plan.targets
+    if targets:
+        arriving = {name: (targets.get(name, layout), dtype) for name, (layout, dtype) in arriving.items()}
     outputs = arriving if plan.outputs is plan.targets else plan.outputs
     return replace(plan, moves=tuple(moves), buckets=_buckets(moves, bucket_bytes), targets=arriving, outputs=outputs)
 

@@ -81,9 +81,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for leaf in _stepping[optimizer]:
+    leaves = _stepping.get(optimizer, [])  # none of a twin, which has the hooks of its original
+    for leaf in leaves:
         refuse_full_reads(leaf)
-    _stepping[optimizer] = []
+    leaves.clear()
 
 
 def _compare_replicated_gradients(parameters: list[torch.Tensor]) -> None:

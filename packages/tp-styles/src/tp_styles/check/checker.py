@@ -182,6 +182,11 @@ class Attempt:
     is_lone: bool = False
 
     @property
+    def is_apart(self) -> bool:
+        """True if no rank raised, and the ranks make different collectives."""
+        return self.is_lone and all(text for text, _ in self.errors)
+
+    @property
     def failure(self) -> str:
         """Text of the first rank's error, `""` without."""
         return next((text for text, _ in self.errors if text), "")
@@ -498,7 +503,7 @@ class Checker:
                 reference = self._attempt(lambda: self._run(scope, call.mode, both, original=True))
                 self._raise_lone_error(scope, reference)
             if sharded.value is None:
-                if reference.value is not None:
+                if reference.value is not None and not sharded.is_apart:
                     own, _ = sharded.errors[self.axis.rank]
                     differences = [Difference("raises", both.place, math.inf, own)] if own else []
                     verdict.differences = self.union(differences)
@@ -602,6 +607,10 @@ class Checker:
         """Raise a run's error on all ranks if it raised on some of them only: in the call the others would wait."""
         if attempt.is_lone:
             hint = "this error is one rank's own; it is raised on all ranks, so that none waits"
+            if attempt.is_apart:
+                hint = (
+                    "every rank makes the same collectives in the same order: code that asks for the rank is at fault"
+                )
             raise CheckError(
                 Problem("check-raises", str(scope), found=f"{run} on rank {rank}: {text}", hint=hint)
                 for rank, (text, _) in enumerate(attempt.errors)

@@ -290,7 +290,7 @@ def error(actual: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> floa
 
 
 def largest(x: torch.Tensor) -> float:
-    """Return the largest finite value."""
+    """Return the largest finite absolute value, 0 for an empty tensor."""
     x = x.detach()
     x = torch.view_as_real(x) if x.is_complex() else x
     return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0

@@ -39,7 +39,7 @@ class ParallelStyle(TorchParallelStyle):
     _prepare_output: PrepareOutput | None = None
     takes_functions = True
     # `apply.apply_staged`, which stands above plans: `styles.base` sets it.
-    applies: ClassVar[Callable[..., Any]]
+    _applies: ClassVar[Callable[..., Any]]
 
     @abstractmethod
     def __init__(self, _prepare_input: PrepareInput | None, _prepare_output: PrepareOutput | None) -> None:
@@ -66,7 +66,7 @@ class ParallelStyle(TorchParallelStyle):
         return kind.spec is ParallelStyle.spec and not kind._apply.__module__.startswith("tp_styles.")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ParallelStyle.applies(module, device_mesh, self, self.src_data_rank)
+        ParallelStyle._applies(module, device_mesh, self, self.src_data_rank)
         return module
 
     def _arguments(self) -> dict[str, object]:

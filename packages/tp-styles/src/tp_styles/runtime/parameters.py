@@ -63,10 +63,12 @@ class ShardParameter(nn.Parameter):
 class ShardValue(torch.Tensor):
     """Elements that were computed of a shard's, each of its own place: the squares of a penalty `(w * w).sum()`.
 
-    What would take them for those of the full weight is refused, as on the shard itself.
+    What would take them for those of the full weight is refused, as on the shard itself. After a change of shape
+    nothing shows the sharded dim any more, so every reduction is refused.
     """
 
     _sharding_info: ShardingInfo
+    _is_reshaped = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # reading a file needs no class of ours
@@ -79,27 +81,34 @@ class ShardValue(torch.Tensor):
 
 # Functions of each element by itself.
 ELEMENTWISE = named(
-    "square abs absolute pow mul multiply add sub subtract div divide true_divide neg sqrt exp log relu clamp float"
-    " double __pow__ __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__ __truediv__ __neg__ __abs__",
+    "square abs absolute pow mul multiply add sub subtract div divide true_divide neg sqrt rsqrt exp log relu clamp sin"
+    " cos tanh sigmoid softplus sign clone float double __pow__ __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__"
+    " __truediv__ __neg__ __abs__",
     torch,
     torch.Tensor,
+    torch.nn.functional,
 )
+# One number of all elements, of two tensors.
+LOSSES = named("mse_loss l1_loss smooth_l1_loss huber_loss kl_div dist", torch, torch.Tensor, torch.nn.functional)
+RESHAPES = named("view reshape flatten ravel t transpose permute", torch, torch.Tensor)
 
 
 def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function of a shard; its result is a plain tensor, or the shard's values."""
-    if func in FULL_READS:
+    if func in FULL_READS or func in LOSSES:
         _refuse_full_read(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-        if func not in ELEMENTWISE or type(result) is not torch.Tensor or is_compiling():
+        is_reshape = func in RESHAPES
+        if not (is_reshape or func in ELEMENTWISE) or type(result) is not torch.Tensor or is_compiling():
             return result
         shard = next(x for x in (*args, *kwargs.values()) if isinstance(x, ShardParameter | ShardValue))
         info = sharding_info_of(shard)
-        if info is None or info.placements[0].is_replicate() or result.shape != shard.shape:
+        if info is None or info.placements[0].is_replicate() or not (is_reshape or result.shape == shard.shape):
             return result
         value = result.as_subclass(ShardValue)
         value._sharding_info = info
+        value._is_reshaped = is_reshape or getattr(shard, "_is_reshaped", False)
         return value
 
 
@@ -107,11 +116,14 @@ def _refuse_full_read(func: Any, args: Any, kwargs: Any) -> None:
     # The first argument, under whatever name (`nn.init` passes `tensor=`), or the one written to (`out=`).
     shards = (x for x in (*args[:1], *kwargs.values()) if isinstance(x, ShardParameter | ShardValue))
     shard = next(shards, None)
-    info = None if shard is None or shard.is_meta else sharding_info_of(shard)  # a meta tensor has no values
+    if shard is None or shard.is_meta:  # a meta tensor has no values
+        return
+    info = sharding_info_of(shard)
     if info is None or info.placements[0].is_replicate():
         return
-    dim = getattr(info.placements[0], "dim", 0)
-    if name := full_read(func, args, kwargs, dim, len(info.shape)):
+    dims = range(shard.dim()) if getattr(shard, "_is_reshaped", False) else [getattr(info.placements[0], "dim", 0)]
+    reads = [full_read(func, args, kwargs, dim, shard.dim()) for dim in dims]
+    if name := LOSSES.get(func) or next(filter(None, reads), ""):
         hint = (
             "weight.full_tensor() is the full weight, with a gradient; initialise before the plan is applied, by"
             " reset_parameters() of the module, or by load_state_dict()"

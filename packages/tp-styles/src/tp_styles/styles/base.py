@@ -7,4 +7,4 @@ from tp_styles.plan.style import ParallelStyle, PrepareInput, PrepareOutput
 
 __all__ = ["ParallelStyle", "PrepareInput", "PrepareOutput"]
 
-ParallelStyle.applies = staticmethod(apply_staged)
+ParallelStyle._applies = staticmethod(apply_staged)

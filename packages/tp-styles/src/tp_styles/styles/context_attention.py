@@ -42,6 +42,7 @@ class Call:
     Attributes:
         length: Tokens of the sequence, padding included.
         added: Tokens that were added to make the length divide.
+        scale: Factor of all gradients: 1 if they are summed over the axis by this style.
         documents: `[batch, length]`: the document of each token; None for one document.
         positions: `[batch, length]`: the position of each token, with documents.
         hides_mask: The model got a mask of ones, so that it does not look for documents in this rank's positions.
@@ -49,6 +50,7 @@ class Call:
 
     length: int
     added: int = 0
+    scale: int = 1
     documents: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     hides_mask: bool = False

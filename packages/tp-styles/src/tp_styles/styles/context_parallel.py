@@ -232,17 +232,16 @@ class ContextForward(Forward):
             self._refuse("argument-count", "forward", f"{len(args)} positional inputs", "pass the others by name")
         call, loss_count = self._prepare(bound)
         args = tuple(bound.pop(name) for name in self.names[: len(args)])
-        scale = self._scale()
         with ExitStack() as stack:
             stack.enter_context(self.state.entered(call))
-            if scale == 1:
+            if call.scale == 1:
                 stack.enter_context(self.sum.installed(self.module))
             if not self.is_hf:
                 stack.enter_context(AttentionMode(self.state))
             if draws(rates_of(self.module.modules())):
                 stack.enter_context(tp_rng(self.axis.mesh))
             output = self.kind.forward(self.module, *args, **bound)
-        return self._finish(output, call, scale, has_loss=loss_count)
+        return self._finish(output, call, has_loss=loss_count)
 
     def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens of an output of the original, for the check."""
@@ -299,7 +298,7 @@ class ContextForward(Forward):
             hint = f"ContextParallel(pad=token) adds {added} tokens at the end; or pad to a multiple yourself"
             reason = f"{full} tokens over {self.moves_tokens.order.multiple} shards"
             self._refuse("uneven-shards", self.name or type(self.module).__name__, reason, hint)
-        call = Call(full + added, added)
+        call = Call(full + added, added, self._scale())
         has_loss = self._shift_labels(bound, call, is_sharded=is_sharded) if self.is_hf else False
         if self.is_hf:
             self._positions_and_masks(bound, call, is_sharded=is_sharded)
@@ -319,13 +318,7 @@ class ContextForward(Forward):
                 x = torch.cat([x, self._added(x, dim, name, call.added)], dim)
             x = self.moves_tokens("cut", x, dim)
         # A reducer averages what already is the full gradient of an input: the factor of the outputs is taken back.
-        return GradientScale.apply(x, 1 / self._output_scale()) if self._scales(x) else x  # type: ignore[no-untyped-call]
-
-    def _scales(self, x: torch.Tensor) -> bool:
-        return x.requires_grad and self._output_scale() != 1
-
-    def _output_scale(self) -> int:
-        return self._scale() if self.style.gradients == "mean" else 1
+        return self._scaled(x, 1 / call.scale)
 
     def _added(self, x: torch.Tensor, dim: int, name: str, count: int) -> torch.Tensor:
         """Return the values of added tokens: pad tokens, positions that go on, zeros of embeddings."""
@@ -460,42 +453,42 @@ class ContextForward(Forward):
 
     # ------------------------------------------------------------------ outputs
 
-    def _finish(self, output: Any, call: Call, scale: int, *, has_loss: bool) -> Any:
+    def _finish(self, output: Any, call: Call, *, has_loss: bool) -> Any:
         if self.is_hf:
-            return self._finish_by_name(output, call, scale, has_loss=has_loss)
+            return self._finish_by_name(output, call, has_loss=has_loss)
         dim = self.style.output_dim
 
         def leave(x: torch.Tensor) -> torch.Tensor:
             if dim is not None and x.dim() > dim:
-                return self._leave(x, dim, call, scale)
-            return self._scaled(x, scale)
+                return self._leave(x, dim, call)
+            return self._scaled(x, call.scale)
 
         return _mapped(output, leave)
 
-    def _finish_by_name(self, output: Any, call: Call, scale: int, *, has_loss: bool) -> Any:
+    def _finish_by_name(self, output: Any, call: Call, *, has_loss: bool) -> Any:
         for name in [*output]:
             value = output[name]
             if name == "loss" and has_loss and value is not None:
-                output[name] = self._scaled(self.total(value), scale)
+                output[name] = self._scaled(self.total(value), call.scale)
             elif name in SEQUENCE_OUTPUTS:
-                output[name] = _mapped(value, lambda x: self._leave(x, 1, call, scale))
+                output[name] = _mapped(value, lambda x: self._leave(x, 1, call))
             elif name not in CACHES and [*tensors_in(value)]:
                 hint = "tokens of all ranks would have to be joined: switch it off"
                 self._refuse("unsupported-option", f"-> {name}", "an output without a declared layout", hint)
         return output
 
-    def _leave(self, x: torch.Tensor, dim: int, call: Call, scale: int) -> torch.Tensor:
+    def _leave(self, x: torch.Tensor, dim: int, call: Call) -> torch.Tensor:
         shard = call.length // self.axis.size
         if x.shape[dim] != shard:
             hint = "output_dim= names the dim of tokens of every output, None where they have none"
             self._refuse("shape-mismatch", f"{self.name} ->", f"{list(x.shape)} for {shard} tokens", hint)
-        x = self._scaled(x, scale)
+        x = self._scaled(x, call.scale)
         if isinstance(self.style.output_layouts, Shard):
             return x
         full = self.moves_tokens("join", x, dim)
         return full.narrow(dim, 0, call.length - call.added) if call.added else full
 
-    def _scaled(self, x: torch.Tensor, scale: int) -> torch.Tensor:
+    def _scaled(self, x: torch.Tensor, scale: float) -> torch.Tensor:
         if scale == 1 or not x.requires_grad:
             return x
         scaled: torch.Tensor = GradientScale.apply(x, scale)  # type: ignore[no-untyped-call]  # torch's
