@@ -21,6 +21,7 @@ PLANTED = {
 }
 BROKEN = {
     "shard-spec: imports go down its layers",
+    "shard-spec: no circles of siblings",  # the import upwards closes one
     "tp-styles: imports go down its layers",
     "dp-partition: no circles of siblings",
     "tp-ddp-bridge: imports only what it declares",
