@@ -20,9 +20,7 @@ from torch import fx, nn
 LENGTHS = (8, 12, 8, 17, 1)  # 1 has a trace of its own: torch broadcasts that size
 
 
-def trained(
-    ranks: Ranks, make: Callable[[], nn.Module], style: Any, marked: bool, lengths: tuple[int, ...] = LENGTHS
-) -> tuple[dp.CompiledStep, list[Any]]:
+def trained(ranks: Ranks, make: Callable[[], nn.Module], style: Any, marked: bool) -> tuple[dp.CompiledStep, list[Any]]:
     """Losses and final parameters of a run over batches of all lengths; the ranks' lengths differ."""
     model = models.seeded(make).to(ranks.device)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -32,27 +30,22 @@ def trained(
     torch.manual_seed(ranks.rank)
     results = []
     first = ranks.rank % 3
-    for length in (*lengths[first:], *lengths[:first]):
+    for length in (*LENGTHS[first:], *LENGTHS[:first]):
         (batch,) = models.tokens(generator, rows=4, length=length)
         results.append(step(model, optim, tuple(one.to(ranks.device) for one in batch)))
     with step.unsharded():
         return step, [*results, *(param.detach().clone() for param in model.parameters())]
 
 
-def equal(
-    ranks: Ranks,
-    make: Callable[[], nn.Module],
-    style: Any,
-    traces: tuple[int, ...] = (2,),
-    lengths: tuple[int, ...] = LENGTHS,
-) -> None:
-    step, results = trained(ranks, make, style, True, lengths)
-    plain, expected = trained(ranks, make, style, False, lengths)
-    assert len(results) == len(expected) > len(lengths)
+def equal(ranks: Ranks, make: Callable[[], nn.Module], style: Any, traces: tuple[int, ...] = (2,)) -> dp.CompiledStep:
+    step, results = trained(ranks, make, style, marked=True)
+    plain, expected = trained(ranks, make, style, marked=False)
+    assert len(results) == len(expected) > len(LENGTHS)
     assert [torch.equal(a, b) for a, b in zip(results, expected, strict=True)] == [True] * len(expected)
     # One with symbols, one for length 1; else one for each length.
-    assert step.num_traces in traces and plain.num_traces == len(set(lengths))
+    assert step.num_traces in traces and plain.num_traces == 4
     assert runner_of(step).schedule.num_checked >= 2
+    return step
 
 
 @pytest.mark.ranks(2, timeout=300)
@@ -74,8 +67,7 @@ def test_four_ranks_with_other_lengths(ranks: Ranks) -> None:
 @pytest.mark.extra("transformers")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_models_of_transformers(ranks: Ranks, name: str) -> None:
-    lengths = (8, 13, 8, 13, 8)
-    equal(ranks, lambda: matrix.hugging_face(name, positions=32), "fully_shard", (1,), lengths)
+    equal(ranks, lambda: matrix.hugging_face(name, positions=32), "fully_shard")
 
 
 class Scaled(nn.Module):

@@ -9,7 +9,6 @@ Vocabulary of this folder:
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shard_reshard._shared.owners import owners_of, update_work
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard.layout.parse import LayoutLike, resolve_layout
 from shard_reshard.layout.shard_map import ITEMSIZES, Index, ShardMap, dtype_name, human, sizes_of
@@ -59,10 +59,7 @@ class Matrix(NamedTuple):
     @property
     def work(self) -> int:
         """Multiplications of an update such as Newton-Schulz: m n min(m, n); of other tensors the element count."""
-        if len(self.shape) < 2:
-            return prod(self.shape)
-        rows, columns = self.shape[0], prod(self.shape[1:])
-        return rows * columns * min(rows, columns)
+        return update_work(self.shape)
 
     def window(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this matrix as a view of a tensor with the parameter's global shape."""
@@ -281,7 +278,12 @@ def assign(
     allowed, fixed = _allowed(matrices, world_size, owners)
     holdings = _Holdings()
     held = [holdings.held(matrix, layout, world_size) for matrix, layout in zip(matrices, maps, strict=True)]
-    chosen = _longest_first(matrices, held, world_size, allowed, fixed)
+    costs = [(matrix.work, matrix.num_bytes) for matrix in matrices]
+    full_on = [
+        [rank for rank, count in has.items() if count == prod(matrix.shape)]
+        for matrix, has in zip(matrices, held, strict=True)
+    ]
+    chosen = owners_of(costs, full_on, world_size, allowed, [_owner_in(fixed, matrix) for matrix in matrices])
     sent = None
     if all(layout is not None for layout in maps):
         sent = tuple(holdings.sent(matrix, has, rank) for matrix, has, rank in zip(matrices, held, chosen, strict=True))
@@ -356,44 +358,6 @@ def _common(boxes: Sequence[tuple[Index, Index]], low: Sequence[int], high: Sequ
             size *= length
         count += size
     return count
-
-
-def _longest_first(
-    matrices: Sequence[Matrix],
-    held: Sequence[Mapping[int, int]],
-    world_size: int,
-    allowed: Sequence[int],
-    fixed: Mapping[str, int],
-) -> list[int]:
-    """Give each matrix, the longest update first, to the least loaded rank.
-
-    A rank's load is the larger of its share of all updates and its share of all memory. A matrix that lies in full on
-    some ranks (an expert of expert parallelism) stays on the least loaded of these: its gradient is not sent.
-    """
-    work, memory = sum(m.work for m in matrices) or 1, sum(m.num_bytes for m in matrices) or 1
-    done, taken, loads = [0] * world_size, [0] * world_size, [0.0] * world_size
-    heap = [(0.0, rank) for rank in allowed]
-    chosen = [0] * len(matrices)
-    in_order = sorted(range(len(matrices)), key=lambda at: (-matrices[at].work, -matrices[at].num_bytes, at))
-    for at in sorted(in_order, key=lambda at: _owner_in(fixed, matrices[at]) is None):  # those of the caller first
-        matrix = matrices[at]
-        rank = _owner_in(fixed, matrix)
-        if rank is None:
-            full = [r for r, count in held[at].items() if count == prod(matrix.shape)]
-            if full and len(full) < len(allowed):
-                inside = set(full).intersection(allowed)
-                rank = min(inside, key=lambda r: (loads[r], r)) if inside else None
-        if rank is None:
-            while heap[0][0] != loads[heap[0][1]]:  # an entry from before that rank's last matrix
-                heapq.heappop(heap)
-            rank = heap[0][1]
-        chosen[at] = rank
-        done[rank] += matrix.work
-        taken[rank] += matrix.num_bytes
-        loads[rank] = max(done[rank] / work, taken[rank] / memory)
-        if rank in allowed:
-            heapq.heappush(heap, (loads[rank], rank))
-    return chosen
 
 
 def _owner_in(fixed: Mapping[str, int], matrix: Matrix) -> int | None:

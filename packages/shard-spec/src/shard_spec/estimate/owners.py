@@ -1,14 +1,12 @@
 """Optimizers on full matrices: the rank that owns each matrix, its bytes, and what the ranks exchange.
 
 `shard_reshard.WholeMatrices` gives each matrix one owner, which holds a master copy and the optimizer's state in full.
-The rule here is that of its plan of owners: the longest update first, to the least loaded rank, where a load is the
-larger of a rank's share of all updates and its share of all memory. A matrix that lies in full on some ranks, such
-as an expert, stays on one of these. This package does not import the other; an integration test compares both.
+The rule is that of its plan of owners, `_shared/owners`. Which matrices there are follows here from a plan's layouts,
+there from parameters; an integration test compares both.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from shard_spec._shared.dtypes import ITEM_BYTES
+from shard_spec._shared.owners import owners_of, update_work
 from shard_spec.estimate.optimizers import OptimizerState
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.placements import InterleavedShard
@@ -39,14 +38,6 @@ class Matrix(NamedTuple):
     shape: tuple[int, ...]
     window: Window
     num_bytes: int
-
-    @property
-    def work(self) -> int:
-        """Multiplications of an update such as Newton-Schulz: m n min(m, n); of other tensors the element count."""
-        if len(self.shape) < 2:
-            return prod(self.shape)
-        rows, columns = self.shape[0], prod(self.shape[1:])
-        return rows * columns * min(rows, columns)
 
 
 class OwnedTensor(NamedTuple):
@@ -130,14 +121,19 @@ def owned_by_ranks(tensors: Sequence[OwnedTensor], ranks: Sequence[int]) -> Owne
     for matrix in matrices:
         layout, shape = tensors[matrix.parameter].layout, tensors[matrix.parameter].metadata.shape
         on.append({position[rank]: count for rank, count in held_by(layout, shape, matrix.window).items()})
-    owners = _longest_first(matrices, on, len(ranks))
+    costs = [(update_work(matrix.shape), matrix.num_bytes) for matrix in matrices]
+    full_on = [
+        [at for at, count in has.items() if count == prod(matrix.shape)]
+        for matrix, has in zip(matrices, on, strict=True)
+    ]
+    owners = owners_of(costs, full_on, len(ranks), range(len(ranks)), [None] * len(matrices))
     size, work = len(ranks), [0] * len(ranks)
     masters, state, largest, update = [0] * size, [0] * size, [0] * size, [0] * size
     there = back = 0
-    for matrix, has, rank in zip(matrices, on, owners, strict=True):
+    for matrix, (updates, _), has, rank in zip(matrices, costs, on, owners, strict=True):
         tensor = tensors[matrix.parameter]
         cost, item = tensor.state.cost(matrix.shape, matrix.shape, tensor.dtype), ITEM_BYTES[tensor.dtype]
-        work[rank] += matrix.work
+        work[rank] += updates
         masters[rank] += matrix.num_bytes
         state[rank] += cost.state
         largest[rank], update[rank] = max(largest[rank], matrix.num_bytes), max(update[rank], cost.loop)
@@ -152,29 +148,6 @@ def owned_by_ranks(tensors: Sequence[OwnedTensor], ranks: Sequence[int]) -> Owne
     step = [staged[at] + 2 * min(masters[at], max(BUCKET_BYTES, largest[at])) + update[at] for at in range(size)]
     load = tuple(max(each) * size / (sum(each) or 1) for each in (work, masters))
     return Owned(tuple(masters), tuple(state), tuple(step), (there, back), len(matrices), (load[0], load[1]))
-
-
-def _longest_first(matrices: Sequence[Matrix], held: Sequence[Mapping[int, int]], size: int) -> list[int]:
-    """Return the position of each matrix's owner: the longest update first, to the least loaded rank."""
-    work, memory = sum(m.work for m in matrices) or 1, sum(m.num_bytes for m in matrices) or 1
-    done, taken, loads = [0] * size, [0] * size, [0.0] * size
-    heap = [(0.0, rank) for rank in range(size)]
-    owners = [0] * len(matrices)
-    for at in sorted(range(len(matrices)), key=lambda at: (-matrices[at].work, -matrices[at].num_bytes, at)):
-        matrix = matrices[at]
-        full = [rank for rank, count in held[at].items() if count == prod(matrix.shape)]
-        if full and len(full) < size:
-            rank = min(full, key=lambda each: (loads[each], each))
-        else:
-            while heap[0][0] != loads[heap[0][1]]:  # an entry from before that rank's last matrix
-                heapq.heappop(heap)
-            rank = heap[0][1]
-        owners[at] = rank
-        done[rank] += matrix.work
-        taken[rank] += matrix.num_bytes
-        loads[rank] = max(done[rank] / work, taken[rank] / memory)
-        heapq.heappush(heap, (loads[rank], rank))
-    return owners
 
 
 def redundancy_free(sizes: Mapping[str, int], count: int) -> dict[str, int]:
