@@ -8,7 +8,6 @@ counted, except that of packing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -18,8 +17,8 @@ from torch import fx
 
 from dp_partition._shared.page import human_bytes
 from dp_partition._torch_compat import collectives, pytree, storage_key
-from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.nodes import Phase, aten, is_collective, is_op, is_tensor, is_wait, kind_of, meta_of
+from dp_partition.capture.phases import carried_names, parameter_of
+from dp_partition.nodes import Phase, aten, is_collective, is_tensor, is_wait, kind_of, meta_of
 from dp_partition.plan.placements import NodeType
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -84,35 +83,6 @@ def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:
     waits = [user for user in users if is_wait(user)]
     waits += [inner for user in users if not is_wait(user) for inner in user.users if is_wait(inner)]  # through getitem
     return [positions[wait] for wait in waits] or [positions[node]]
-
-
-def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
-    """Yield names of parameters with values or gradients that reach a node through packing alone."""
-    name = name_of(node)
-    if name is not None:
-        yield name
-        return
-    operator = str(node.target).split(".")[1] if is_op(node) else ""
-    if operator in _PACKING and depth:
-        sources = node.all_input_nodes if operator in ("cat", "_chunk_cat") else node.all_input_nodes[:1]
-        for source in sources:
-            yield from carried_names(source, depth - 1)
-
-
-_PACKING = frozenset([
-    "cat", "_chunk_cat", "reshape", "view", "constant_pad_nd", "contiguous", "transpose", "slice", "clone", "_to_copy",
-    "wait_tensor", "reduce_scatter_tensor", "all_reduce_",  # on the way to a second collective
-    "div", "add",  # the average over micro-batches
-])  # fmt: skip
-
-
-def name_of(node: fx.Node) -> str | None:
-    """Return the parameter of a node: itself, or that of its gradient."""
-    if node.target is TAG_GRAD:
-        return str(node.args[1])
-    if "gradient" in meta_of(node):
-        return meta_of(node)["gradient"]
-    return meta_of(node)["input"].name if kind_of(node) == "param" else None
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -261,7 +231,7 @@ def _kind_of_memory(node: fx.Node) -> str:
         return _PLACEHOLDERS.get(kind_of(node), "batch")
     if node.op == "get_attr":
         return "buffers"
-    if meta_of(node).get("node_type") is NodeType.GRAD or name_of(node) is not None:
+    if meta_of(node).get("node_type") is NodeType.GRAD or parameter_of(node) is not None:
         return "gradients"
     if is_collective(node) or any(is_collective(user) for user in node.users):
         return "collectives"

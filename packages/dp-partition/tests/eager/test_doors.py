@@ -14,7 +14,6 @@ import dp_partition as dp
 import numpy as np
 import pytest
 import torch
-from dp_partition import runner
 from dp_partition.api import runner_of
 from dp_partition.eager.step import EagerStep
 from dp_step_patterns import PATTERNS, WIDTH
@@ -227,16 +226,13 @@ def test_models_past_the_arguments_run_as_a_graph(ranks: Ranks, style: Any) -> N
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_length", [False, True])
-def test_a_step_of_new_values_in_each_call_warns(
-    ranks: Ranks, is_length: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A trace for each value or length; one warning after eight of them, here after three."""
-    monkeypatch.setattr(runner, "MANY_TRACES", 3)
+def test_a_step_of_new_values_in_each_call_warns(ranks: Ranks, is_length: bool) -> None:
+    """A trace for each value or length; one warning after eight of them."""
     weight, model = [1.0], models.seeded(mlp)
     compiled = dp.compile(scaled_by(partial(max, weight)), mesh=ranks.mesh((2,), ("dp",)))
     own = ADAMW(model.parameters())
-    with models.warns_once(ranks, "was traced 4 times"):
-        for call in range(6):
+    with models.warns_once(ranks, "was traced 9 times"):
+        for call in range(11):
             weight[0] = 1.0 if is_length else 1 / (call + 1)
             compiled(model, own, *batch(2 * call + ranks.rank, 4 + call * is_length))
 

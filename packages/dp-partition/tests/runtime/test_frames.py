@@ -32,4 +32,4 @@ def test_the_first_call_enters_a_bounded_number_of_functions(ranks: Ranks) -> No
     step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     entered = functions_entered(dp, lambda: step(model, optim, torch.ones(4, 8, device=ranks.device)))
     files = {file for file, _ in entered}
-    assert len(entered) <= 450 and len(files) <= 36, (len(entered), len(files), *sorted(files))
+    assert len(entered) <= 450 and len(files) <= 35, (len(entered), len(files), *sorted(files))

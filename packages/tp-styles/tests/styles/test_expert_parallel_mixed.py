@@ -95,8 +95,6 @@ def test_attention_by_heads_and_whole_experts_on_one_axis(ranks: Ranks) -> None:
         for layer in model.layers:
             layer.forward = Checkpointed(layer)
         assert compare(model, alone, mesh) > 3000
-    if ranks.world_size == 4:
-        return  # a graph is the same on any number of ranks, and tracing takes longest here
     model, alone = pair(6)
     tp.apply_plan(model, mesh, plan)
     model(moe.batches(1, 8)[0])  # the check's call

@@ -1,4 +1,4 @@
-"""Phases of a step (forward, backward, optimizer), tags on gradients of its parameters, and draws beyond a graph.
+"""Phases of a step (forward, backward, optimizer), names and tags of its gradients, and draws beyond a graph.
 
 Activation checkpointing saves the state of torch's generators in forward and restores it for recomputation. A graph
 cannot restore a state: it would draw another mask than forward's. A recomputation without draws needs none.
@@ -7,7 +7,7 @@ cannot restore a state: it would draw another mask than forward's. A recomputati
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from dp_partition._shared.execution_check import is_random
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import TorchDispatchMode, current_trace_nodes, is_in_backward
-from dp_partition.nodes import meta_of
+from dp_partition.nodes import is_op, kind_of, meta_of
 
 
 @dataclass
@@ -180,3 +180,32 @@ class RandomReplay(TorchDispatchMode):
     def _refused(self, found: str) -> PlanError:
         hint = "draw outside of the checkpointed block"
         return PlanError(Problem("random-replay", self.name, found=found, hint=hint))
+
+
+def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
+    """Yield names of parameters with values or gradients that reach a node through packing alone."""
+    name = parameter_of(node)
+    if name is not None:
+        yield name
+        return
+    operator = str(node.target).split(".")[1] if is_op(node) else ""
+    if operator in _PACKING and depth:
+        sources = node.all_input_nodes if operator in ("cat", "_chunk_cat") else node.all_input_nodes[:1]
+        for source in sources:
+            yield from carried_names(source, depth - 1)
+
+
+_PACKING = frozenset([
+    "cat", "_chunk_cat", "reshape", "view", "constant_pad_nd", "contiguous", "transpose", "slice", "clone", "_to_copy",
+    "wait_tensor", "reduce_scatter_tensor", "all_reduce_",  # on the way to a second collective
+    "div", "add",  # the average over micro-batches
+])  # fmt: skip
+
+
+def parameter_of(node: fx.Node) -> str | None:
+    """Return the name of the parameter that a node is, or whose gradient it is; else None."""
+    if node.target is TAG_GRAD:
+        return str(node.args[1])
+    if "gradient" in meta_of(node):
+        return meta_of(node)["gradient"]
+    return meta_of(node)["input"].name if kind_of(node) == "param" else None

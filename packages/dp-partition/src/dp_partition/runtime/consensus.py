@@ -28,8 +28,8 @@ from dp_partition._shared.consensus import (
 )
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import collectives, default_store
-from dp_partition.analysis import carried_names
 from dp_partition.backends import gathered
+from dp_partition.capture.phases import carried_names
 from dp_partition.capture.tracer import user_line
 from dp_partition.nodes import is_collective
 from dp_partition.plan.placements import all_groups, shard_group, shard_world
