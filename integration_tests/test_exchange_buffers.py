@@ -81,5 +81,6 @@ def test_buffers_of_an_exchange_with_experts(ranks: Ranks) -> None:
     for _ in range(5):
         model(x).backward()
         model.zero_grad()
-    real = peak_of(lambda: model(x).backward())
-    assert predicted == pytest.approx(real, rel=0.12)  # the dispatcher sums pairs in two buffers more
+    # A thread of gloo may hold a buffer longer than its exchange takes: the least of five steps is without that.
+    real = min(peak_of(lambda: model(x).backward()) for _ in range(5))
+    assert predicted == pytest.approx(real, rel=0.03)

@@ -43,7 +43,7 @@ class Moved(torch.autograd.Function):
 
 
 def exchanged(
-    tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], copies: int = 1, held: int = 1
+    tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], copies: int = 1, held: int = 1, summed: bool = False
 ) -> list[torch.Tensor]:
     """Return tensors of ``shapes``, which one message brings in place of ``tensors``.
 
@@ -52,10 +52,11 @@ def exchanged(
         shapes: Shapes of what arrives.
         copies: Number of rows in the message for each row of ``tensors`` and of the results (experts of a token).
         held: Number of those that stay as long as the result.
+        summed: The rows that arrive are put in the order of their tokens before they are summed: one buffer more.
     """
     rows = tensors[0].new_empty(0 if copies == 1 else copies * tensors[0].numel())  # of tokens, before they are packed
     packed = tensors[0].new_empty(copies * sum(each.numel() for each in tensors))
-    received = tensors[0].new_empty(copies * sum(map(prod, shapes)))
+    received = tensors[0].new_empty((copies + copies * summed) * sum(map(prod, shapes)))
     # The first of the rows that arrive stand for all of them: their memory is there as long as the result is.
     results = [each.new_empty((held, *shape))[0] for each, shape in zip(tensors, shapes, strict=True)]
     del rows, packed, received
@@ -164,12 +165,13 @@ class Exchanges:
             ) -> Any:
                 copies, shapes = choices[0], [tuple(tensor.shape)]
 
-                def move(held: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+                def move(held: int, summed: bool, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
                     for axis in along:
                         self._record(axis, "all_to_all", "activations", name, copies * self._bytes_of(tensors[0]))
-                    return exchanged(tensors, shapes, copies, held)
+                    return exchanged(tensors, shapes, copies, held, summed)
 
-                return Moved.apply(partial(move, copies if arrives else 1), partial(move, 1), tensor)[0]  # type: ignore[no-untyped-call]  # torch's
+                there, back = partial(move, copies if arrives else 1, not arrives), partial(move, 1, arrives)
+                return Moved.apply(there, back, tensor)[0]  # type: ignore[no-untyped-call]  # torch's
 
             def before(module: nn.Module, args: Any, kwargs: Any, sent: Any = sent, choices: Any = choices) -> Any:
                 tensors = list(tensors_of((args, kwargs)))
