@@ -112,7 +112,7 @@ def test_memory_of_each_stage_is_that_of_its_layers_alone(tied: bool) -> None:
 
 
 class Part(nn.Module):
-    """What one stage of `Model` runs."""
+    """The layers that one stage of `Model` runs."""
 
     def __init__(self, model: Model, first: int, last: int) -> None:
         super().__init__()
@@ -176,10 +176,10 @@ def test_stages_beside_tensor_and_data_parallel_axes() -> None:
     model = Model()
     plan = planner.build_plan(model)
     alone = compose(*planner.planners[1:]).build_plan(model)
-    memory, whole = plan.memory(model, (4, LENGTH)), alone.memory(model, (4, LENGTH))
+    memory, unstaged = plan.memory(model, (4, LENGTH)), alone.memory(model, (4, LENGTH))
     stages = [memory.on(rank)["parameters"] for rank in (0, 4)]
-    assert sum(stages) == whole.on(0)["parameters"]
-    assert max(memory.totals) < whole.max_bytes
+    assert sum(stages) == unstaged.on(0)["parameters"]
+    assert max(memory.totals) < unstaged.max_bytes
     moved, everything = (each.communication(model, (4, LENGTH)) for each in (plan, alone))
     assert moved.by_axis()["fsdp"]["gradients"] < everything.by_axis()["fsdp"]["gradients"]
     assert moved.by_axis()["tp"]["activations"] < everything.by_axis()["tp"]["activations"]

@@ -70,7 +70,7 @@ def outcomes(mesh: DeviceMesh, names: list[str]) -> dict[str, dict[str, str]]:
     """Outcome of each family and way, the same on both ranks or the worse of them."""
     import hf_models
 
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
     for name in names:
         holder = [tempfile.mkdtemp()]
         dist.broadcast_object_list(holder)
@@ -78,22 +78,22 @@ def outcomes(mesh: DeviceMesh, names: list[str]) -> dict[str, dict[str, str]]:
             save(name, holder[0])
         dist.barrier()
         ways = ("layers", "experts") if "num_experts" in hf_models.FAMILIES[name] else ("layers",)
-        found[name] = {}
+        results[name] = {}
         for way in ways:
             words: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(words, outcome(name, way, holder[0]))
-            found[name][way] = max(words, key=lambda word: not word.startswith("right"))
+            results[name][way] = max(words, key=lambda word: not word.startswith("right"))
         if dist.get_rank() == 0:
-            print(name, found[name], flush=True)
-    return found
+            print(name, results[name], flush=True)
+    return results
 
 
-def page(found: dict[str, dict[str, str]]) -> str:
+def page(results: dict[str, dict[str, str]]) -> str:
     """Return the page: a summary, and what is not right with its first difference."""
-    words = Counter(word.partition(":")[0] for ways in found.values() for word in ways.values())
+    words = Counter(word.partition(":")[0] for ways in results.values() for word in ways.values())
     rows = [
         f"| {name} | {way} | {text.replace('|', '/')[:400]} |"
-        for name, ways in found.items()
+        for name, ways in results.items()
         for way, text in ways.items()
     ]
     version = importlib.metadata.version("transformers")
@@ -103,14 +103,14 @@ def page(found: dict[str, dict[str, str]]) -> str:
 torch {torch.__version__}, transformers {version}; {date.today().isoformat()}. Repeat:
 `python packages/tp-styles/benchmarks/host_models.py docs/benchmarks/tp-styles-hosts.md`.
 
-transformers alone shards small models of {len(found)} families (`DistributedConfig(tp_size=2)`, for mixtures also
+transformers alone shards small models of {len(results)} families (`DistributedConfig(tp_size=2)`, for mixtures also
 `ep_size=2`), on two ranks with gloo. Compared with one process in float32: {summary}. *Differs* names the first
 difference, *raises* the host's own error.
 
 | family | what is sharded | outcome |
 |---|---|---|
 """
-    return re.sub(r"/tmp/\w+", "FOLDER", text + "\n".join(rows) + "\n")
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+", "FOLDER", text + "\n".join(rows) + "\n")
 
 
 def main(argv: list[str]) -> None:

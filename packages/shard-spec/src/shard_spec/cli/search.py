@@ -79,15 +79,15 @@ def run_search(arguments: argparse.Namespace) -> int:
 
 def _combinations(ranks: int) -> list[tuple[dict[str, int], str]]:
     """Return meshes of ``ranks`` ranks by their axes, each with a planner: data beside tensor parallelism."""
-    found = []
+    combinations = []
     for tp in (size for size in range(1, ranks + 1) if ranks % size == 0):
         axes = {"dp": ranks // tp, "tp": tp}
         mesh = {axis: size for axis, size in axes.items() if size > 1} or {"dp": 1}
         model = ["megatron"] if tp > 1 else []
-        found.append((mesh, "+".join(model) or "replicate"))
+        combinations.append((mesh, "+".join(model) or "replicate"))
         if "dp" in mesh and ranks > 1:
-            found.append((mesh, "+".join([*model, "fsdp"])))
-    return found
+            combinations.append((mesh, "+".join([*model, "fsdp"])))
+    return combinations
 
 
 def _cost(model: nn.Module, axes: dict[str, int], planner: str, arguments: argparse.Namespace) -> Candidate:

@@ -113,11 +113,9 @@ class Exchanges:
             key, value = self._along_context((key, value), shapes, "all_gather", "reduce_scatter")
             return attention(query, key, value, mask)
         if query.shape[-3] % self._ranks:
-            found, hint = (
-                f"{query.shape[-3]} heads over {self._ranks} ranks",
-                "context='gather' takes any number of heads",
-            )
-            raise PlanError(Problem("does-not-divide", "context", axis=self._context[0], found=found, hint=hint))
+            reason = f"{query.shape[-3]} heads over {self._ranks} ranks"
+            hint = "context='gather' takes any number of heads"
+            raise PlanError(Problem("does-not-divide", "context", axis=self._context[0], found=reason, hint=hint))
         shapes = [
             (*each.shape[:-3], -(-each.shape[-3] // self._ranks), each.shape[-2] * self._ranks, each.shape[-1])
             for each in (query, key, value)
@@ -134,7 +132,7 @@ class Exchanges:
         """Return tensors of ``shapes`` after the collectives ``there``; gradients return by ``back``."""
         full = self._ranks if there == "all_gather" else 1
         sizes = [full * self._bytes_of(each) for each in tensors]
-        given = [tuple(each.shape) for each in tensors]
+        own_shapes = [tuple(each.shape) for each in tensors]
 
         def by(op: str, shapes: Sequence[Shape]) -> Move:
             def move(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -145,7 +143,7 @@ class Exchanges:
 
             return move
 
-        moved: tuple[torch.Tensor, ...] = Moved.apply(by(there, shapes), by(back, given), *tensors)  # type: ignore[no-untyped-call]  # torch's
+        moved: tuple[torch.Tensor, ...] = Moved.apply(by(there, shapes), by(back, own_shapes), *tensors)  # type: ignore[no-untyped-call]  # torch's
         return moved
 
     def watch_experts(self, module: nn.Module, resolution: Resolution, axes: tuple[str, ...]) -> list[Any]:

@@ -225,7 +225,7 @@ class MemorySettings:
         num_bytes = {"parameters": own}
         if not (tensor.requires_grad and tensor.is_floating and self.gradients is not False):
             return LocalBytes(num_bytes)
-        if state.whole:  # on the matrices' owners
+        if state.on_owners:  # on the matrices' owners
             state = OPTIMIZERS["none"]
         cost = state.cost(local, tensor.shape, dtype)
         gradient = dtype if self.gradients is True else str(self.gradients)
@@ -299,7 +299,7 @@ def owned_matrices(resolution: Resolution, settings: MemorySettings) -> Owned | 
     tensors = [
         OwnedTensor(tensor, resolution.layouts[tensor.name], state, settings.dtype_of(tensor))
         for tensor in resolution.metadata.parameters
-        if (state := settings.optimizer.of(tensor.name)).whole
+        if (state := settings.optimizer.of(tensor.name)).on_owners
         and tensor.name in resolution.layouts
         and tensor.requires_grad
         and tensor.is_floating

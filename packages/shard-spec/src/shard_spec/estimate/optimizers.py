@@ -41,7 +41,7 @@ class OptimizerState:
         smallest: Parameters of fewer local elements have float32 slots in place of quantised ones.
         row_slots: Number of float32 numbers for each local row (row-wise Adagrad of embedding tables: 1).
         factory: Makes the optimizer of a list of parameters, for example the class; its state replaces the slots.
-        whole: True if it updates full matrices on owner ranks, by ``shard_reshard.WholeMatrices``.
+        on_owners: True if it updates full matrices on owner ranks, by ``shard_reshard.WholeMatrices``.
     """
 
     name: str
@@ -54,7 +54,7 @@ class OptimizerState:
     smallest: int = 0
     row_slots: int = 0
     factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
-    whole: bool = False
+    on_owners: bool = False
 
     def cost(self, local: Shape, full: Shape, dtype: str) -> OptimizerCost:
         """Return the bytes for one parameter.
@@ -145,7 +145,7 @@ def state_of_name(name: str) -> OptimizerState:
         hint += "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)"
         raise PlanError(Problem("invalid-argument", "optimizer", found=repr(name)[:200], hint=hint))
     if on_owners:
-        return replace(state, name=f"whole-{state.name}", whole=True)
+        return replace(state, name=f"whole-{state.name}", on_owners=True)
     return replace(state, name=f"mixed-{state.name}", master="float32") if inner != lower else state
 
 

@@ -342,9 +342,9 @@ class StagePlanner(LayoutPlanner):
         even = tuple(len(names) // self.size + (at < len(names) % self.size) for at in range(self.size))
         sizes = even if self.blocks is None else self.blocks
         if len(sizes) != self.size or sum(sizes) != len(names) or min(sizes) < 1:
-            found = f"{', '.join(map(str, sizes))} blocks on {self.size} stages of a model with {len(names)}"
+            reason = f"{', '.join(map(str, sizes))} blocks on {self.size} stages of a model with {len(names)}"
             hint = "give each stage at least one block, and all blocks a stage"
-            raise PlanError(Problem("does-not-divide", "blocks", axis=self.axis, found=found, hint=hint))
+            raise PlanError(Problem("does-not-divide", "blocks", axis=self.axis, found=reason, hint=hint))
         stages = [stage for stage, count in enumerate(sizes) for _ in range(count)]
         stage_of = dict(zip(names, stages, strict=True))
         layouts, passed = {}, False  # blocks have come

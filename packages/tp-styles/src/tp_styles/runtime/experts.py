@@ -83,9 +83,8 @@ class ExpertForward(ModuleForward):
         ((self.first, stop),) = owned.ranges(axis.rank, axis.size)
         self.num_local = stop - self.first
         self.results: dict[tuple[torch.dtype, torch.dtype | None], tuple[int, torch.dtype]] = {}
-        self.summed: dict[
-            str, torch.Tensor
-        ] = {}  # during a call: replicated parameters, each behind one node of autograd
+        # During a call: replicated parameters, each behind one node of autograd.
+        self.summed: dict[str, torch.Tensor] = {}
 
     def parameter_of(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor | None:
         """Return a parameter; see `Forward.parameter_of`. A summed gradient is reduced once a call."""

@@ -7,4 +7,5 @@ from tp_styles.plan.style import ParallelStyle, PrepareInput, PrepareOutput
 
 __all__ = ["ParallelStyle", "PrepareInput", "PrepareOutput"]
 
+# `plan/` lies below `apply`: the class there gets the function with which torch's `parallelize_module` calls a style.
 ParallelStyle._applies = staticmethod(apply_staged)
