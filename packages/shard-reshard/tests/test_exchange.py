@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
+from peak_memory import peak_bytes
 from ranktest import Ranks
 from shard_reshard import Resharder, plan_reshard, reshard
 
@@ -138,17 +139,8 @@ def test_conjugated_views_and_casts(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_peak_memory_as_measured(ranks: Ranks) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
     def peak(call: Callable[[], object]) -> float:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-            call()
-        alive = most = 0
-        for event in profiler.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                alive += event.nbytes()
-                most = max(most, alive)
-        return most / shard
+        return peak_bytes(call) / shard
 
     shape = (512, 512)
     for src, dst in (("2: S(0)", "2: S(1)"), ("2: S(1)", "2: S(0)")):

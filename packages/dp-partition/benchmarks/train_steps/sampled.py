@@ -16,6 +16,16 @@ from torch.nn import functional as F
 from torch.optim import SGD, lr_scheduler
 from train_steps.row import Draw, Script, mlp, row
 
+
+def train(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+    """Train one step of a classifier."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 # ---- losses ---------------------------------------------------------------------------------------------------------
 
 
@@ -154,13 +164,6 @@ def whole_matrices_of_muon() -> Script:
     named = list(net.named_parameters())
     optimizer = WholeMatrices(named, {"*weight": lambda p: torch.optim.Muon(p, lr=0.02)}, in_shards=adamw)
 
-    def train(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
     return Script(train, (net, optimizer), lambda d: (d.x(8), d.ints(4)), [net])
 
 
@@ -257,13 +260,6 @@ def add_layer(name: str) -> None:
             with torch.no_grad():
                 net(torch.randn(4, *shape))
         optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-        def train(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
 
         return Script(train, (net, optimizer), lambda d: (d.x(*shape), d.ints(4)), [net])
 

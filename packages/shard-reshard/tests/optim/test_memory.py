@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
+from peak_memory import peak_bytes
 from ranktest import Ranks
 from shard_reshard import WholeMatrices
 from torch.distributed.tensor import Shard
-from torch.profiler import ProfilerActivity, profile
 from whole_models import mesh_of, of_mesh
-
-
-def _peak(call: Callable[[], Any]) -> int:
-    """Return the most bytes of tensors that were alive at one time in a call, beyond those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
-        call()
-    alive = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            peak = max(peak, alive)
-    return peak
 
 
 @pytest.mark.ranks(2)
@@ -34,7 +19,7 @@ def test_a_step_needs_its_shards_and_four_buckets(ranks: Ranks) -> None:
     one = torch.optim.SGD(list(twin.reference.values()), lr=0.1)
     for step in range(5):
         twin.backward(step)
-        peak = _peak(optimizer.step)
+        peak = peak_bytes(optimizer.step)
         one.step()
         assert twin.compared() > 0
         if step == 0:

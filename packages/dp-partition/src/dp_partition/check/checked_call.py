@@ -5,7 +5,7 @@ The steps (all ranks alike, since the copy and the averages communicate):
 1. agree that the copy fits, take a snapshot to go back to, copy the step;
 2. run the copy; where it raises on any rank, all raise, before a collective of the graph;
 3. run the graph from the same random numbers, and compare;
-4. what is suspicious on any rank is beyond_spread by more runs of the copy;
+4. differences on any rank are held against the spread of more runs of the copy;
 5. on a mismatch restore the snapshot and raise on every rank.
 """
 
