@@ -436,14 +436,14 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
     return mismatches
 
 
-def measure(name: str, item: Outcome, reference: Outcome) -> float:
+def measure(name: str, outcome: Outcome, reference: Outcome) -> float:
     """Return the error of one value between two runs from nearly equal tensors."""
-    got, want = item.value(name), reference.value(name)
+    got, want = outcome.value(name), reference.value(name)
     if got is None or want is None:
         return 0.0
     if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
         return _number_error(got, want)
-    start, before = item.before.get(name), reference.before.get(name)
+    start, before = outcome.before.get(name), reference.before.get(name)
     if start is not None and before is not None and got.shape == want.shape and got.is_floating_point():
         got = got.double() - start.double() + before.double()  # without the difference before the run
     return relative_error(got, want, before=before, any_dtype=True)
@@ -459,11 +459,11 @@ def first_difference(got: torch.Tensor, want: torch.Tensor) -> str:
     """Return the element with the largest difference, as text."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}"
-    item, other = as_double(got), as_double(want).to(got.device)
-    index = int((item - other).abs().nan_to_num(nan=math.inf).reshape(-1).argmax())
-    place = [int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), item.shape)]
-    values = item.reshape(-1)[index].item(), other.reshape(-1)[index].item()
-    return f"{values[0]:.6g} at {place}, expected {values[1]:.6g}"
+    values, wanted = as_double(got), as_double(want).to(got.device)
+    index = int((values - wanted).abs().nan_to_num(nan=math.inf).reshape(-1).argmax())
+    place = [int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), values.shape)]
+    number, expected = values.reshape(-1)[index].item(), wanted.reshape(-1)[index].item()
+    return f"{number:.6g} at {place}, expected {expected:.6g}"
 
 
 def _number_error(got: Any, want: Any) -> float:
