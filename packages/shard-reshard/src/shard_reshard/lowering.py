@@ -265,9 +265,16 @@ _CALL_BYTES = 16 * 1024
 
 
 def lay_out_step(
-    step: Step, program: Program, send_strides: Sequence[Index], dst_strides: Sequence[Index]
+    step: Step,
+    program: Program,
+    send_strides: Sequence[Index],
+    dst_strides: Sequence[Index],
+    receive_in_place: bool = True,
 ) -> StepMemory:
-    """Choose, for the given strides, the fewest copied bytes. A relayed step sends from destinations."""
+    """Choose, for the given strides, the fewest copied bytes. A relayed step sends from destinations.
+
+    Without ``receive_in_place`` all that arrives passes through a buffer.
+    """
     plans, itemsizes = program.plans, [plan.itemsize for plan in program.plans]
     reducing = [plan.reduce_op is not None and not step.relayed for plan in plans]
     own = tuple(
@@ -282,7 +289,7 @@ def lay_out_step(
     )
     may_send = step.exchanges and len(plans) == 1 and (plans[0].dtype == plans[0].wire_dtype or step.relayed)
     may_receive = step.exchanges and len(plans) == 1 and plans[0].out_dtype == plans[0].wire_dtype
-    may_receive = may_receive and plans[0].reduce_op is None
+    may_receive = may_receive and plans[0].reduce_op is None and receive_in_place
     together = step.exchanges and own and not any(plan.reduce_op is not None for plan in plans)
     ways: list[tuple[int, int, StepMemory]] = []  # estimated cost, bytes of buffers
     # Own bytes go past the collective, or through it; either side lies in place where it is one span.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +121,7 @@ _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat
 _PLAIN |= {"complex64", "complex128"}
 
 _MAX_STRIDES = 256
+_LATE = 2  # slot of the buffer of a late call's arrivals; steps take turns with 0 and 1
 _NONE: list[torch.Tensor] = []  # never changed
 
 # Sends `input`, split into `input_splits` bytes, and receives `output`; returns a work to wait for, or None if done.
@@ -234,9 +236,12 @@ class Exchange:
 
     With a ``workspace`` buffers are kept from call to call, and so is the last call after its tensors came again; the
     caller ensures that one call ends before the next. Without one each call has its own.
+
+    With ``late`` (and one step without reductions) no destination is written before `PreparedCall.commit`: what arrives
+    waits in a buffer of its own, and local regions wait with it. Without a commit all destinations stay as they were.
     """
 
-    def __init__(self, program: Program, workspace: Workspace | None = None) -> None:
+    def __init__(self, program: Program, workspace: Workspace | None = None, late: bool = False) -> None:
         self.program, self.workspace = program, workspace
         # By strides: what each step reads and writes, and the most bytes of buffer that a step needs.
         self._memories: dict[tuple[object, ...], tuple[list[StepMemory], int]] = {}
@@ -257,6 +262,8 @@ class Exchange:
             for number, at in enumerate(program.dst_plan)
             if (value := program.plans[at].identity_value(program.rank)) is not None
         ]
+        # Relays send out of destinations, and sums are added up in them: they are written before.
+        self.late = late and len(program.steps) == 1 and True not in self.reducing and not self.identity_values
         out_dtypes = [torch_dtype(program.plans[at].out_dtype) for at in program.dst_plan]
         self._fresh = list(zip(program.dst_shapes, out_dtypes, strict=True))
 
@@ -300,8 +307,11 @@ class Exchange:
                 if self.workspace is not None:
                     self.workspace.places = {}
             steps = self.program.steps
-            laid_out = [lay_out_step(step, self.program, dst if step.relayed else src, dst) for step in steps]
-            room = max((memory.sends.room + memory.receives.room for memory in laid_out), default=0)
+            laid_out = [
+                lay_out_step(step, self.program, dst if step.relayed else src, dst, not self.late) for step in steps
+            ]
+            rooms = [memory.sends.room + (0 if self.late else memory.receives.room) for memory in laid_out]
+            room = max(rooms, default=0)
             self._memories[key] = laid_out, room
         return self._memories[key]
 
@@ -327,6 +337,7 @@ class PreparedCall:
         memories: Reads and writes of each step.
         room: The most bytes of buffer that a step needs.
         sends, recvs: The views of each step.
+        rest: What is left of a late call when all has arrived.
     """
 
     exchange: Exchange
@@ -339,6 +350,7 @@ class PreparedCall:
     room: int = 0
     sends: list[SendSide] = field(default_factory=list)
     recvs: list[RecvSide] = field(default_factory=list)
+    rest: Iterator[object] | None = None
 
     def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
         """Return True if held tensors have the addresses of these; storage may have been resized."""
@@ -368,6 +380,8 @@ class PreparedCall:
                 received = _bytes_of(written, side.span)
             elif buffer is not None:
                 part = buffer[memory.sends.room : memory.sends.room + side.room]
+                if exchange.late:  # kept longer than what is sent
+                    part = workspace.buffer(_LATE, side.room, self.device)
                 arrived = places = workspace.views(slot, part, side, exchange.wire_dtypes) if side.packed else []
                 packed = side.regions
                 if True in exchange.reducing and not step.relayed:
@@ -400,25 +414,35 @@ class PreparedCall:
         Returns:
             With ``async_op`` a function that waits for the last collective and unpacks it; else None.
         """
-        steps, left = self.steps(collective, async_op), self.exchange.num_exchanges
+        exchange, steps, left = self.exchange, self.steps(collective, async_op), self.exchange.num_exchanges
+
+        def finish(last: InFlight | None) -> None:
+            if last is not None and last.work is not None:
+                last.work.wait()
+            for _ in steps:
+                if not exchange.late:
+                    raise AssertionError("one collective more than the program has")
+                self.rest = steps
+                return
+
+        if left == 0 and async_op and exchange.late:
+            return partial(finish, None)
         for in_flight in steps:
             left -= 1
             if left == 0 and async_op:
-
-                def finish(last: InFlight = in_flight) -> None:
-                    if last.work is not None:
-                        last.work.wait()
-                    for _ in steps:
-                        raise AssertionError("one collective more than the program has")
-
-                return finish
-            if in_flight.work is not None:
+                return partial(finish, in_flight)
+            if in_flight is not None and in_flight.work is not None:
                 in_flight.work.wait()
             del in_flight  # frees its buffers: the next step's are allocated already
         return None
 
-    def steps(self, collective: Collective, async_op: bool = False) -> Iterator[InFlight]:
-        """Run step by step; yields each collective when it has to be waited for."""
+    def commit(self) -> None:
+        """Write the destinations of a late call, which has arrived."""
+        if self.rest is not None:
+            next(self.rest, None)
+
+    def steps(self, collective: Collective, async_op: bool = False) -> Iterator[InFlight | None]:
+        """Run step by step; yields each collective when it has to be waited for, and None where a late call stops."""
         exchange = self.exchange
         reduction = (
             Reduction(exchange.program.plans, self.dst, exchange.program.dst_plan)
@@ -449,7 +473,7 @@ class PreparedCall:
                 asynchronous = async_op or overlaps
                 work = collective(recv.received, send.sent, recv.splits, send.splits, asynchronous)
                 posted = InFlight(work, number, send, recv)
-            if recv.staying:
+            if recv.staying and not exchange.late:
                 foreach_copy_(recv.staying, send.staying)
             if posted is None and reduction is not None and not step.relayed:
                 reduction.add(self.memories[number], [], self.src)
@@ -459,6 +483,12 @@ class PreparedCall:
             in_flight = posted
         if in_flight is not None:
             yield in_flight
+        if exchange.late:
+            for sent in self.sends[0].places[:1]:
+                sent.untyped_storage().resize_(0)  # calls that wait for `commit` need what arrived alone
+            yield None
+            foreach_copy_(self.recvs[0].staying, self.sends[0].staying)
+        if in_flight is not None:
             self._unpack(in_flight, reduction)
         if reduction is not None:
             reduction.finalize()

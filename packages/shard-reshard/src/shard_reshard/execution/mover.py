@@ -84,15 +84,21 @@ def shared_mover(members: GroupInfo, plans: tuple[Plan, ...], check: str) -> Mov
 class Mover:
     """Executor of one or several fused plans, by one collective for each stage or round.
 
-    With a ``workspace`` its calls share buffers and views, and a second call waits for the first.
+    With a ``workspace`` its calls share buffers and views, and a second call waits for the first. For ``late`` see
+    `Exchange`.
     """
 
     def __init__(
-        self, plans: Sequence[Plan], members: GroupInfo, check: str = "first", workspace: Workspace | None = None
+        self,
+        plans: Sequence[Plan],
+        members: GroupInfo,
+        check: str = "first",
+        workspace: Workspace | None = None,
+        late: bool = False,
     ) -> None:
         self.plans = tuple(plans)
         self.members = members
-        self.check = check_mode(check)
+        self.check, self.late = check_mode(check), late
         self.workspace = workspace
         self.num_calls = 0
         self._transposed: Mover | None = None
@@ -103,7 +109,7 @@ class Mover:
     @cached_property
     def exchange(self) -> Exchange:
         """Program on torch, built at the first call."""
-        return Exchange(build_program(self.plans, self.members.rank, self.members.size), self.workspace)
+        return Exchange(build_program(self.plans, self.members.rank, self.members.size), self.workspace, self.late)
 
     @property
     def transposed(self) -> Mover:
@@ -188,9 +194,8 @@ class Mover:
         stream, held = None, list[torch.Tensor]()
         if device.type == "cuda" and not is_fake(()):
             stream, held = torch.cuda.current_stream(device), [*targets, *call.workspace.buffers.values()]
-        return targets, Finish(
-            self.workspace, finish, device, True in map(torch.Tensor.is_inference, targets), stream, held
-        )
+        inference = True in map(torch.Tensor.is_inference, targets)
+        return targets, Finish(self.workspace, finish, call.commit, device, inference, stream, held)
 
     def _collective(
         self,
@@ -225,6 +230,7 @@ class Finish:
 
     workspace: Workspace | None
     finish: Callable[[], None]
+    written: Callable[[], None]  # the end of a late call
     device: torch.device
     inference: bool
     stream: torch.cuda.Stream | None  # the one that packed, whose allocator owns the tensors; None for CPUs
@@ -232,9 +238,7 @@ class Finish:
 
     def __call__(self) -> None:
         try:
-            # Inference tensors need that mode for writes; writes to others have to count as versions.
-            with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self.inference):
-                self.finish()
+            self._run(self.finish)
             if self.stream is not None and (current := torch.cuda.current_stream(self.device)) != self.stream:
                 # The packing stream must not reuse memory that is still read here when the tensors are freed.
                 for tensor in self.held:
@@ -242,6 +246,15 @@ class Finish:
         finally:
             if self.workspace is not None:
                 self.workspace.release(self.device)
+
+    def commit(self) -> None:
+        """Write the destinations of a late call, which was waited for."""
+        self._run(self.written)
+
+    def _run(self, act: Callable[[], None]) -> None:
+        # Inference tensors need that mode for writes; writes to others have to count as versions.
+        with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self.inference):
+            act()
 
     def abandon(self) -> None:
         """Give up a call that nobody waits for."""

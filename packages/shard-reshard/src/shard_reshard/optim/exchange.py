@@ -147,11 +147,12 @@ def _moves_back(owners: OwnerPlan, facts: Sequence[RankMeta]) -> StateDictPlan:
 class Leg:
     """One direction of the exchange: from layouts to owners, or back; with a mover for each chunk.
 
-    ``of_source`` is True if a matrix is the source of its move: on the way back.
+    ``of_source`` is True if a matrix is the source of its move: on the way back, where parameters are written late,
+    once all ranks have all values.
     """
 
     def __init__(self, members: GroupInfo, owners: OwnerPlan, plan: StateDictPlan, of_source: bool) -> None:
-        self.members, self.plan = members, plan
+        self.members, self.plan, self.of_source = members, plan, of_source
         by_matrix = {move.source if of_source else move.target: move for move in plan.moves}
         names = [matrix.name for matrix in owners.matrices]
         self.chunks = [[(names[at], by_matrix.get(names[at])) for at in chunk] for chunk in owners.chunks]
@@ -172,8 +173,13 @@ class Leg:
             if len(self._movers) >= _MOST_MOVERS:
                 self._movers.pop(next(iter(self._movers)))
             moves = [move for name, move in self.chunks[chunk] if name in wanted and move is not None]
-            self._movers[key] = moves, Mover([move.plan for move in moves], self.members)
+            self._movers[key] = moves, Mover([move.plan for move in moves], self.members, late=self.of_source)
         return self._movers[key]
+
+    def relayed(self, chunk: int, wanted: frozenset[str]) -> set[str]:
+        """Return the targets of a chunk on the way back that are written as values arrive, and passed on from there."""
+        moves, mover = self._mover(chunk, wanted)
+        return set() if mover.exchange.late else {move.target for move in moves}
 
     def start(
         self,

@@ -11,6 +11,7 @@ import torch
 from shard_reshard._shared.consensus import all_gather_objects, problems_of, tensor_hash
 from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard._torch_compat import foreach_copy_
+from shard_reshard.execution.mover import Finish
 from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent
 from shard_reshard.optim.block import Block, Engine, Gradients, guard_of
 from shard_reshard.optim.exchange import Leg, gradient_plan, in_turn
@@ -59,10 +60,12 @@ def take_step(engine: Engine, scaling: Scaling) -> None:
         raise joint from (failures[0] if failures else None)
     if any(row[0] for row in rows):
         _share_hyperparameters(engine, turns, after)
-    for turn, values in zip(turns, staged, strict=True):
-        locals_ = turn.block.locals_of(values)
-        foreach_copy_([t for t in locals_.values() if t.numel()], [v for v in values.values() if v.numel()])
-        turn.block.guards |= {name: guard_of(turn.block.parameters[name]) for name in values}
+    for turn, (arrived, apart) in zip(turns, staged, strict=True):
+        for finish in arrived:
+            finish.commit()
+        locals_ = turn.block.locals_of(apart)
+        foreach_copy_([t for t in locals_.values() if t.numel()], [v for v in apart.values() if v.numel()])
+        turn.block.guards |= {name: guard_of(turn.block.parameters[name]) for name in turn.gradients.local}
         turn.block.stepped |= {name for names in turn.chunks.values() for name in names}
     engine.num_steps += 1
     engine.broken = ""
@@ -256,19 +259,25 @@ def _step_in_shards(engine: Engine, scaling: Scaling, problems: list[Problem], f
             problems.append(Problem("rank-failed", f"in_shards: {type(optimizer).__name__}", found=reason, hint=_SEE))
 
 
-def _send_back(turn: _Turn) -> dict[str, torch.Tensor]:
-    """Send new values to the parameters' ranks, into fresh tensors: parameters are written once all ranks have all."""
+def _send_back(turn: _Turn) -> tuple[list[Finish], dict[str, torch.Tensor]]:
+    """Send new values to the parameters' ranks, where they wait: parameters are written once all ranks have all.
+
+    Returns:
+        What has arrived, to be committed; and fresh tensors for parameters whose values ranks pass on to each other.
+    """
     block = turn.block
     masters = {name: master.detach() for name, master in block.masters.items()}
-    staged = {name: torch.empty_like(local) for name, local in block.locals_of(turn.gradients.local).items()}
+    locals_ = block.locals_of(turn.gradients.local)
+    relayed = {name for entry in turn.chunks.items() for name in block.exchange.back.relayed(*entry)}
+    apart = {name: torch.empty_like(locals_[name]) for name in sorted(relayed)}
+    locals_ |= apart
 
     def starts() -> Iterator[Any]:
         for chunk, moving in turn.chunks.items():
-            yield chunk, block.exchange.back.start(chunk, moving, masters, staged)
+            finish = block.exchange.back.start(chunk, moving, masters, locals_)
+            yield finish, finish
 
-    for _ in in_turn(starts()):
-        pass
-    return staged
+    return [finish for finish in in_turn(starts()) if finish is not None], apart
 
 
 # ---- hyperparameters that an optimizer writes itself -----------------------------------------------------------
