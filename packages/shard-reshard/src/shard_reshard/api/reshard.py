@@ -144,7 +144,9 @@ def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
         if match is Match.METADATA and (outs or not all(map(has_memory, tensors))):
             match = Match.NONE
     if match is not Match.NONE:
-        results, finish = mover.start(tensors, outs, async_op, unchanged=match is Match.MEMORY)
+        results, finish = mover.start(
+            tensors, outs, async_op, unchanged=mover.guards if match is Match.MEMORY else None
+        )
     elif is_transforming():  # raised locally: not even an error header can be sent
         raise refusal("not-differentiable", "tensor", found="a transformation of torch.func", hint=_BACKWARD)
     else:

@@ -277,20 +277,21 @@ class Exchange:
         outs: Sequence[torch.Tensor],
         device: torch.device,
         fresh_outs: bool = True,
-        unchanged: bool = False,
+        unchanged: object = None,
     ) -> PreparedCall:
         """Prepare the call from ``sources`` to ``outs``, with buffers on ``device``.
 
-        ``fresh_outs``: these will not come again, so no views of them are kept. ``unchanged``: guards hold, tensors
-        have the metadata and memory of the previous call.
+        ``fresh_outs``: these will not come again, so no views of them are kept. ``unchanged``: the guards that found
+        the metadata and memory of an earlier call again; None where there are none.
         """
         workspace = self.workspace or Workspace()
         call = workspace.prepared
-        if not (unchanged and call is not None and call.is_of(sources, outs, fresh_outs)):
+        # One guard has seen one set of addresses: what was prepared after a match of it is for these tensors.
+        if unchanged is None or call is None or (call.guard, call.fresh_outs) != (unchanged, fresh_outs):
             local = self.as_wire_dtype(sources, self.program.src_plan)
-            call = PreparedCall(self, workspace, device, fresh_outs, local)
+            call = PreparedCall(self, workspace, device, fresh_outs, local, guard=unchanged)
             # A call is kept from its memory's second occurrence on: one-time tensors are not referenced.
-            workspace.prepared = call if unchanged and workspace is self.workspace else None
+            workspace.prepared = None if unchanged is None or workspace is not self.workspace else call
             call.receive_into(outs)
         elif fresh_outs:
             call.receive_into(outs)
@@ -337,6 +338,7 @@ class PreparedCall:
         memories: Reads and writes of each step.
         room: The most bytes of buffer that a step needs.
         sends, recvs: The views of each step.
+        guard: The guards that found its tensors' memory again; None for a call that is not kept.
         rest: What is left of a late call when all has arrived.
     """
 
@@ -350,13 +352,8 @@ class PreparedCall:
     room: int = 0
     sends: list[SendSide] = field(default_factory=list)
     recvs: list[RecvSide] = field(default_factory=list)
+    guard: object = None
     rest: Iterator[object] | None = None
-
-    def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
-        """Return True if held tensors have the addresses of these; storage may have been resized."""
-        held, passed = (self.src, sources) if fresh_outs else ([*self.src, *self.dst], [*sources, *outs])
-        held_at, passed_at = ([tensor.data_ptr() for tensor in side] for side in (held, passed))
-        return fresh_outs is self.fresh_outs and held_at == passed_at
 
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Create the views of destinations, and of sources unless they exist."""

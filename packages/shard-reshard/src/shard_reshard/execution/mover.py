@@ -165,7 +165,7 @@ class Mover:
         outs: list[torch.Tensor] | None,
         async_op: bool,
         fresh_outs: bool = False,
-        unchanged: bool = False,
+        unchanged: TensorGuards | None = None,
     ) -> tuple[list[torch.Tensor], Finish | None]:
         """Move checked tensors. Return the destinations, and a function to call before they are read, or None.
 
@@ -174,7 +174,7 @@ class Mover:
         if torch.is_inference_mode_enabled() and not any(out.is_inference() for out in outs or ()):
             # Kept tensors are used outside of inference mode too; only inference tensors need the mode.
             with torch.inference_mode(False):
-                return self.start(sources, outs, async_op, fresh_outs, False)
+                return self.start(sources, outs, async_op, fresh_outs)
         exchange, tensors = self.exchange, sources or outs
         device = tensors[0].device if tensors else data_device(self.members.group)
         self.num_calls += 1

@@ -13,7 +13,15 @@ from shard_reshard._shared.dtensor import as_dtensor
 from shard_reshard._shared.problems import Problem
 from shard_reshard._torch_compat import dtensor_maker
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import FREED, address, destination_problems, has_memory, local_problems, memory_of
+from shard_reshard.execution.checks import (
+    FREED,
+    TensorGuards,
+    address,
+    destination_problems,
+    has_memory,
+    local_problems,
+    memory_of,
+)
 from shard_reshard.execution.exchange import Workspace
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import GroupInfo, assert_consistent
@@ -277,7 +285,7 @@ def move_buckets(
     here: LocalTargets,
     calls: Iterable[Bucket],
     fresh: bool,
-    unchanged: bool = False,
+    unchanged: TensorGuards | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Exception | None:
     """Run all exchanges; return the first error of ``progress``, for which no other rank waits."""

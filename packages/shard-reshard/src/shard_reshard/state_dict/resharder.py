@@ -280,7 +280,7 @@ class StateDictCalls:
         options |= {"known": consensus.facts.sources}
         self.here = LocalTargets(consensus.members, self.plan, question.dst_layouts, **options)
         self.guards: TensorGuards | None = None  # on the local tensors of the last call
-        self._seen: tuple[Any, ...] = ()  # its names, declared layouts and ``atomic``
+        self._seen: tuple[Any, ...] = (None, None, None)  # its names, declared layouts and ``atomic``
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
 
     def matched(
@@ -296,7 +296,7 @@ class StateDictCalls:
                 hint="leave it out of the state dict",
             )
         match, names = Match.NONE, (list(tensors), list(targets))
-        layouts = declared_layouts([*tensors.values(), *targets.values()])
+        layouts = declared_layouts([*tensors.values(), *targets.values()], self._seen[1])
         if self.guards is not None and self._seen[:2] == (names, layouts):
             match = self.guards.match([*sources.values(), *outs.values()])
         return sources, outs, match
@@ -351,6 +351,9 @@ class StateDictCalls:
         """
         here, arriving = self.here, call.arriving
         assert arriving is not None
+        # Of a destination that is fresh in every call no guard knows the address.
+        is_guarded = call.match is Match.MEMORY and (arriving.fresh or arriving.all_in_place)
+        unchanged = self.guards if is_guarded else None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
                 guards = record_guards([*call.sources.values(), *call.outs.values()])
@@ -362,8 +365,8 @@ class StateDictCalls:
             if self.plan.fills:
                 arriving.fill(self.plan.fills, call.outs)
             if ahead is not None:
-                return StateDictWork(here, call, ahead, done)
-            move_buckets(here, call.buckets, arriving.fresh, call.match is Match.MEMORY)
+                return StateDictWork(here, call, unchanged, ahead, done)
+            move_buckets(here, call.buckets, arriving.fresh, unchanged)
             result = write_outputs(here, arriving, call.targets, call.outs)
         result.update(self.plan.values)
         result.plan = self.plan

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shard_reshard._shared.problems import Problem
-from shard_reshard.execution.checks import Match
+from shard_reshard.execution.checks import Match, TensorGuards
 from shard_reshard.execution.mover import Finish, NotPicklable
 from shard_reshard.state_dict.outputs import (
     Bucket,
@@ -53,9 +53,14 @@ class StateDictWork(NotPicklable):
     _instead = "wait() for it and copy the result"
 
     def __init__(
-        self, here: LocalTargets, call: PreparedState, in_flight: int, done: Callable[[], None] | None
+        self,
+        here: LocalTargets,
+        call: PreparedState,
+        unchanged: TensorGuards | None,
+        in_flight: int,
+        done: Callable[[], None] | None,
     ) -> None:
-        self._here, self._call, self._in_flight, self._done = here, call, in_flight, done
+        self._here, self._call, self._unchanged, self._in_flight, self._done = here, call, unchanged, in_flight, done
         self._finishes: list[Finish | None] = []  # of the posted buckets
         self._arrived = 0  # buckets waited for
         self._parts: dict[int, dict[str, Any]] = {}  # results by bucket
@@ -106,7 +111,7 @@ class StateDictWork(NotPicklable):
         assert call.arriving is not None
         try:
             for number in range(len(self._finishes), min(count, len(call.buckets))):
-                options = True, call.arriving.fresh, call.match is Match.MEMORY
+                options = True, call.arriving.fresh, self._unchanged
                 _, finish = here.movers[number].start(*call.buckets[number], *options)
                 self._finishes.append(finish)
         except Exception as error:  # a failed call stays failed
