@@ -218,6 +218,13 @@ def flattened(nested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tupl
     return leaves, {name: tuple(path) for name, path in paths.items()}
 
 
+def unflattened(leaves: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return nested mappings and lists with these leaves, the inverse of `flattened`."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    return unflatten_state_dict(dict(leaves), dict(paths))
+
+
 def dtensor_maker(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
     """Return a constructor of DTensors like ``like``, at a twentieth of the cost of ``from_local``.
 

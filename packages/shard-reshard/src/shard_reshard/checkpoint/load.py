@@ -373,13 +373,6 @@ _HINT = (
 )
 
 
-def _buffer_hint(name: str) -> str:
-    """Return the remedy for a buffer: a scale beside weights, as Gemma 3's, is assigned; its module has weights."""
-    if not name.endswith("embed_scale"):
-        return _HINT
-    return f"assign it: model.{name} = torch.tensor(config.hidden_size ** 0.5), or pass strict=False"
-
-
 def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]:
     """Return this rank's buffers without values, and checksums of the others to compare between ranks.
 
@@ -401,5 +394,8 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]
             else:
                 sums[name] = bytes(tensor_hash(local).view(torch.uint8).tolist())
         if reason:
-            problems.append(Problem("uninitialized-buffer", name, found=reason, hint=_buffer_hint(name)))
+            # A scale beside weights, as Gemma 3's, is assigned: its module has weights.
+            assign = f"assign it: model.{name} = torch.tensor(config.hidden_size ** 0.5), or pass strict=False"
+            hint = assign if name.endswith("embed_scale") else _HINT
+            problems.append(Problem("uninitialized-buffer", name, found=reason, hint=hint))
     return problems, sums

@@ -140,21 +140,19 @@ class Block:
             for chunk, moving in chunks.items():
                 arriving = {}
                 for _, matrix in self.owned(chunk):
-                    if matrix.name in moving:
-                        arriving[matrix.name] = self._master(matrix, device_of[matrix.parameter].device).detach()
+                    if matrix.name not in moving:
+                        continue
+                    if matrix.name not in self.masters:
+                        device = device_of[matrix.parameter].device
+                        value = torch.empty(matrix.shape, dtype=torch_dtype(matrix.dtype), device=device)
+                        differentiable = value.is_floating_point() or value.is_complex()
+                        self.masters[matrix.name] = nn.Parameter(value, requires_grad=differentiable)
+                    arriving[matrix.name] = self.masters[matrix.name].detach()
                 yield chunk, self.exchange.there.start(chunk, moving, device_of, arriving)
 
         for _ in in_turn(starts()):
             pass
         self.guards |= {name: guard_of(self.parameters[name]) for name in names}
-
-    def _master(self, matrix: Matrix, device: torch.device) -> nn.Parameter:
-        if matrix.name not in self.masters:
-            value = torch.empty(matrix.shape, dtype=torch_dtype(matrix.dtype), device=device)
-            self.masters[matrix.name] = nn.Parameter(
-                value, requires_grad=value.is_floating_point() or value.is_complex()
-            )
-        return self.masters[matrix.name]
 
     def reset(self, names: Iterable[str]) -> None:
         """Drop all masters and state, and fetch the parameters of matrices that get state; a collective."""

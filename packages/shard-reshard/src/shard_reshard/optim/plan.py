@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import chain
 from math import prod
+from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_reshard._shared.owners import owners_of, update_work
@@ -283,7 +285,8 @@ def assign(
         [rank for rank, count in has.items() if count == prod(matrix.shape)]
         for matrix, has in zip(matrices, held, strict=True)
     ]
-    chosen = owners_of(costs, full_on, world_size, allowed, [_owner_in(fixed, matrix) for matrix in matrices])
+    by_caller = [fixed.get(matrix.name, fixed.get(matrix.parameter)) for matrix in matrices]
+    chosen = owners_of(costs, full_on, world_size, allowed, by_caller)
     sent = None
     if all(layout is not None for layout in maps):
         sent = tuple(holdings.sent(matrix, has, rank) for matrix, has, rank in zip(matrices, held, chosen, strict=True))
@@ -313,9 +316,8 @@ class _Holdings:
     """Elements of each matrix on each rank, computed once for equal layouts and windows."""
 
     def __init__(self) -> None:
-        self._known: dict[object, dict[int, int]] = {}
-        # Boxes by rank of each layout; with the layout, so that its id is not used again.
-        self._boxes: dict[int, tuple[ShardMap, dict[int, list[tuple[Index, Index]]]]] = {}
+        # With the layout, so that its id is not used again.
+        self._known: dict[object, tuple[ShardMap, dict[int, int]]] = {}
 
     def held(self, matrix: Matrix, layout: ShardMap | None, world_size: int) -> dict[int, int]:
         """Return the number of the matrix's elements on each rank that has some; empty without a layout."""
@@ -323,45 +325,28 @@ class _Holdings:
             return {}
         key = id(layout), matrix.expert, matrix.dim, matrix.start, matrix.size
         if key not in self._known:
+            if (last := max(layout.ranks, default=-1)) >= world_size:
+                reason = f"the layout names rank {last}, the group has {world_size} ranks"
+                hint = "pass a larger group"
+                raise PlanError(Problem("rank-outside-mesh", matrix.parameter, found=reason, hint=hint))
             low, high = [0] * len(layout.shape), list(layout.shape)
             if matrix.size is not None:
                 low[matrix.dim], high[matrix.dim] = matrix.start, matrix.start + matrix.size
             if matrix.expert is not None:
                 low[0], high[0] = matrix.expert, matrix.expert + 1
-            if id(layout) not in self._boxes:
-                if (last := max(layout.ranks, default=-1)) >= world_size:
-                    reason = f"the layout names rank {last}, the group has {world_size} ranks"
-                    hint = "pass a larger group"
-                    raise PlanError(Problem("rank-outside-mesh", matrix.parameter, found=reason, hint=hint))
-                boxes = {rank: [held[:2] for held in layout.pieces(rank)] for rank in layout.ranks}
-                self._boxes[id(layout)] = layout, boxes
-            counts = {rank: _common(boxes, low, high) for rank, boxes in self._boxes[id(layout)][1].items()}
-            self._known[key] = {rank: count for rank, count in counts.items() if count}
-        return self._known[key]
+            counts: dict[int, int] = {}
+            for cell in layout.cross(tuple(low), tuple(high)):
+                size = prod(map(sub, cell.stop, cell.start))
+                for rank in chain.from_iterable(cell.owners):
+                    counts[rank] = counts.get(rank, 0) + size
+            self._known[key] = layout, counts
+        return self._known[key][1]
 
     @staticmethod
     def sent(matrix: Matrix, held: Mapping[int, int], owner: int) -> tuple[int, int]:
         """Return the least bytes of a gradient's way to the owner, and of the value's way back."""
         own, itemsize = held.get(owner, 0), ITEMSIZES[matrix.dtype]
         return (prod(matrix.shape) - own) * itemsize, (sum(held.values()) - own) * itemsize
-
-
-def _common(boxes: Sequence[tuple[Index, Index]], low: Sequence[int], high: Sequence[int]) -> int:
-    """Return the number of elements of ``boxes`` inside the box from ``low`` to ``high``."""
-    count = 0
-    for start, stop in boxes:
-        size = 1
-        for a, b, c, d in zip(start, stop, low, high, strict=True):
-            if (length := min(b, d) - max(a, c)) <= 0:
-                size = 0
-                break  # of 256 experts a rank holds few
-            size *= length
-        count += size
-    return count
-
-
-def _owner_in(fixed: Mapping[str, int], matrix: Matrix) -> int | None:
-    return fixed.get(matrix.name, fixed.get(matrix.parameter)) if fixed else None
 
 
 def _chunks(

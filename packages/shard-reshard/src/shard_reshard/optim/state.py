@@ -17,7 +17,7 @@ from shard_reshard._shared.sharding_info import sharding_info_of
 from shard_reshard.group import condensed, raise_on_all_ranks
 from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.optim.block import Block, Engine
-from shard_reshard.optim.step import agree
+from shard_reshard.optim.step import agree, write_values
 from shard_reshard.state_dict.agreement import local_tensor
 from shard_reshard.state_dict.resharder import reshard_state_dict
 
@@ -70,19 +70,18 @@ def _allocated(block: Block) -> Iterator[tuple[str, Entry]]:
             if parameter.requires_grad and matrix.name not in block.stepped:
                 device = local_tensor(parameter).device
                 zeros = nn.Parameter(torch.zeros(matrix.shape, dtype=torch_dtype(matrix.dtype), device=device))
-                optimizer = family.made({at: zeros})
-                zeros.grad = torch.zeros_like(zeros)
-                optimizer.step()
-                yield matrix.name, _by_name(optimizer, {id(zeros): matrix.name}).get(matrix.name, {})
+                yield matrix.name, _of_zeros(family.made({at: zeros}), {matrix.name: zeros}).get(matrix.name, {})
 
 
 def _allocated_in_shards(block: Block) -> dict[str, Entry]:
     """Return state for parameters in their shards, of a step on zeros."""
     assert block.make_in_shards is not None
     zeros = {name: nn.Parameter(torch.zeros_like(p.detach())) for name, p in block.rest.items() if p.requires_grad}
-    if not zeros:
-        return {}
-    optimizer = block.make_in_shards(list(zeros.values()))
+    return _of_zeros(block.make_in_shards(list(zeros.values())), zeros) if zeros else {}
+
+
+def _of_zeros(optimizer: Optimizer, zeros: Mapping[str, nn.Parameter]) -> dict[str, Entry]:
+    """Return an optimizer's state by name after a step on zeros."""
     for parameter in zeros.values():
         parameter.grad = torch.zeros_like(parameter.detach())
     optimizer.step()
@@ -132,7 +131,11 @@ def load_state(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dic
         parsed = _parsed(engine, param_groups, state_dict)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    content = {name: {key: _kind(value) for key, value in entry.items()} for name, entry in parsed.state.items()}
+    # Ranks have to know shape and dtype of a tensor, else the value.
+    content = {
+        name: {k: (tuple(v.shape), str(v.dtype)) if torch.is_tensor(v) else (v,) for k, v in entry.items()}
+        for name, entry in parsed.state.items()
+    }
     everyone = all_gather_objects(members.group, (content, parsed.groups, parsed.steps, parsed.stepped), _SUBJECT)
     stepped = sorted({name for other in everyone for name in other[3]})
     _compare(everyone, stepped, engine)
@@ -143,11 +146,7 @@ def load_state(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dic
     failure: Exception | None = None
     try:
         for (values, _), group in zip(parsed.groups, param_groups, strict=True):
-            for key, value in values.items():
-                if torch.is_tensor(group.get(key)):
-                    group[key].fill_(float(value))
-                else:
-                    group[key] = value
+            write_values(group, values)
         for block in engine.blocks:
             _install(block, arrived)
             if block.in_shards is not None:
@@ -156,11 +155,6 @@ def load_state(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dic
         failure = error
     agree(members, _SUBJECT, failure)
     engine.num_steps, engine.broken = parsed.steps or 0, ""
-
-
-def _kind(value: Any) -> tuple[Any, ...]:
-    """Return what ranks have to know of a value: shape and dtype of a tensor, else the value."""
-    return (tuple(value.shape), str(value.dtype)) if torch.is_tensor(value) else (value,)
 
 
 def _parsed(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> Given:
@@ -288,21 +282,21 @@ def _install(block: Block, arrived: Mapping[str, Entry]) -> None:
         if not any(name in block.stepped for name in names) or (optimizer := block.optimizer_of(chunk)) is None:
             continue
         block.family_of(chunk).write_hyperparameters(optimizer)
-        named = {id(block.masters[name]): name for name in names}
-        order = [named[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        packed = optimizer.state_dict()
-        packed["state"] = {number: arrived[name] for number, name in enumerate(order) if arrived.get(name)}
-        optimizer.load_state_dict(packed)
+        _load(optimizer, {id(block.masters[name]): name for name in names}, arrived)
+
+
+def _load(optimizer: Optimizer, named: Mapping[int, str], entries: Mapping[str, Entry]) -> None:
+    """Load state by name into an optimizer, whose own state dict numbers it in the order of its groups."""
+    order = [named[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    packed = optimizer.state_dict()
+    packed["state"] = {number: entries[name] for number, name in enumerate(order) if entries.get(name)}
+    optimizer.load_state_dict(packed)
 
 
 def _install_in_shards(block: Block, optimizer: Optimizer, state: Mapping[str, Entry]) -> None:
-    named = {id(parameter): name for name, parameter in block.rest.items()}
-    order = [named[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    packed = optimizer.state_dict()
-    packed["state"] = {}
-    for number, name in enumerate(order):
-        parameter = block.rest[name]
-        entry = dict(state.get(name, {}))
+    entries = {name: dict(state.get(name, {})) for name in block.rest}
+    for name, parameter in block.rest.items():
+        entry = entries[name]
         for key, value in entry.items():
             if torch.is_tensor(value) and value.dim():
                 wanted = local_tensor(parameter).shape
@@ -312,6 +306,4 @@ def _install_in_shards(block: Block, optimizer: Optimizer, state: Mapping[str, E
                     raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
                 if not hasattr(parameter, "device_mesh"):
                     entry[key] = local_tensor(value)
-        if entry:
-            packed["state"][number] = entry
-    optimizer.load_state_dict(packed)
+    _load(optimizer, {id(parameter): name for name, parameter in block.rest.items()}, entries)

@@ -114,14 +114,12 @@ def _agreed_gradients(engine: Engine, scaling: Scaling) -> tuple[list[Gradients]
 
 
 def _plain(group: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a group's hyperparameters as text. Tensors are left out: reading them would wait for a GPU."""
-    return [(key, _text(value)) for key, value in group.items() if key != "params" and not torch.is_tensor(value)]
+    """Return a group's hyperparameters as text that is equal on ranks: the class for what shows its address.
 
-
-def _text(value: object) -> str:
-    """Return a value as text that is equal on ranks; that of a function or another object has its address."""
-    text = repr(value)
-    return type(value).__qualname__ if " at 0x" in text else text
+    Tensors are left out: reading them would wait for a GPU.
+    """
+    values = [(key, value) for key, value in group.items() if key != "params" and not torch.is_tensor(value)]
+    return [(key, type(value).__qualname__ if " at 0x" in repr(value) else repr(value)) for key, value in values]
 
 
 def _digest(value: object) -> bytes:
@@ -209,19 +207,16 @@ def _update(turn: _Turn, scaling: Scaling, problems: list[Problem], failures: li
             _update_chunk(block, chunk, arrived)
             stepped.append(chunk)
         except Exception as error:
-            owner = type(error).__name__
             failures.append(error)
-            problems += [
-                Problem("rank-failed", f"optimizer of chunk {chunk}", found=f"{owner}: {_line(error)}", hint=_SEE)
-            ]
+            problems.append(_failed(f"optimizer of chunk {chunk}", error))
     return stepped
 
 
-_SEE = "see the traceback of that rank; parameters have their old values"
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+def _failed(where: str, error: Exception) -> Problem:
+    """Return the problem of an optimizer that raised on this rank: always a failed rank, whatever it raised."""
+    reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    hint = "see the traceback of that rank; parameters have their old values"
+    return Problem("rank-failed", where, found=reason, hint=hint)
 
 
 def _update_chunk(block: Block, chunk: int, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -255,8 +250,7 @@ def _step_in_shards(engine: Engine, scaling: Scaling, problems: list[Problem], f
             optimizer.step()
         except Exception as error:
             failures.append(error)
-            reason = f"{type(error).__name__}: {_line(error)}"
-            problems.append(Problem("rank-failed", f"in_shards: {type(optimizer).__name__}", found=reason, hint=_SEE))
+            problems.append(_failed(f"in_shards: {type(optimizer).__name__}", error))
 
 
 def _send_back(turn: _Turn) -> tuple[list[Finish], dict[str, torch.Tensor]]:
@@ -328,11 +322,16 @@ def _share_hyperparameters(engine: Engine, turns: Sequence[_Turn], mine: Mapping
                     )
     for (block, family), values in results.items():
         for outer, now in zip(turns[block].block.families[family].outer, values, strict=True):
-            for key, value in now.items():
-                if torch.is_tensor(outer.get(key)):
-                    outer[key].fill_(value)
-                else:
-                    outer[key] = value
+            write_values(outer, now)
+
+
+def write_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Write hyperparameters to a parameter group; tensors in it stay the same objects."""
+    for key, value in values.items():
+        if torch.is_tensor(group.get(key)):
+            group[key].fill_(float(value))
+        else:
+            group[key] = value
 
 
 def agree(members: GroupInfo, subject: str, error: Exception | None) -> None:

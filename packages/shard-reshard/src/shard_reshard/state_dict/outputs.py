@@ -11,7 +11,7 @@ import torch
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.dtensor import as_dtensor
 from shard_reshard._shared.problems import Problem
-from shard_reshard._torch_compat import dtensor_maker
+from shard_reshard._torch_compat import dtensor_maker, unflattened
 from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import (
     FREED,
@@ -56,21 +56,7 @@ class MovedStateDict(dict[str, Any]):
 
     def nested(self) -> dict[str, Any]:
         """Return the result in the form of the nested state dict that was moved."""
-        root: dict[str, Any] = {}
-        for name, path in self.plan.paths.items():
-            if name not in self:
-                continue
-            place: Any = root
-            for key, following in zip(path, [*path[1:], None], strict=True):
-                new: Any = self[name] if following is None else [] if isinstance(following, int) else {}
-                if isinstance(place, list):
-                    place += [None] * (key + 1 - len(place))
-                    if place[key] is None:
-                        place[key] = new
-                else:
-                    place.setdefault(key, new)
-                place = place[key]
-        return root
+        return unflattened({name: self[name] for name in self.plan.paths if name in self}, self.plan.paths)
 
 
 class LocalTargets:

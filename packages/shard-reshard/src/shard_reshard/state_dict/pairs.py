@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
+from operator import sub
 from typing import NamedTuple, Protocol
 
 import torch
@@ -369,13 +370,9 @@ def _spans(
 def holds(outer: ShardMap, inner: ShardMap) -> bool:
     """Return True if every rank of ``inner`` has in ``outer`` what it has in ``inner``."""
     for rank in inner.ranks:
-        boxes = [(part.start, part.stop) for part in outer.pieces(rank)]
         for part in inner.pieces(rank):
-            common = 0
-            for start, stop in boxes:
-                low, high = map(max, start, part.start), map(min, stop, part.stop)
-                common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
-            if common < prod(b - a for a, b in zip(part.start, part.stop, strict=True)):
+            met = [cell for cell in outer.cross(part.start, part.stop) if any(rank in ranks for ranks in cell.owners)]
+            if sum(prod(map(sub, cell.stop, cell.start)) for cell in met) < prod(map(sub, part.stop, part.start)):
                 return False
     return True
 

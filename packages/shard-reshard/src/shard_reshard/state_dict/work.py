@@ -111,8 +111,8 @@ class StateDictWork(NotPicklable):
         assert call.arriving is not None
         try:
             for number in range(len(self._finishes), min(count, len(call.buckets))):
-                options = True, call.arriving.fresh, self._unchanged
-                _, finish = here.movers[number].start(*call.buckets[number], *options)
+                sources, outs = call.buckets[number]
+                _, finish = here.movers[number].start(sources, outs, True, call.arriving.fresh, self._unchanged)
                 self._finishes.append(finish)
         except Exception as error:  # a failed call stays failed
             self._error = error
