@@ -358,10 +358,8 @@ def buffer_bytes(program: Program) -> int:
     """Return the peak bytes of live buffers and accumulators for contiguous local tensors."""
     src = [dense_strides(shape) for shape in program.src_shapes]
     dst = [dense_strides(shape) for shape in program.dst_shapes]
-    sizes = []
-    for step in program.steps:
-        memory = lay_out_step(step, program, dst if step.relayed else src, dst)
-        sizes.append(sum(0 if side.span is not None else side.num_bytes for side in memory[:2]))
+    memories = [lay_out_step(step, program, dst if step.relayed else src, dst) for step in program.steps]
+    sizes = [sum(0 if side.span is not None else side.num_bytes for side in memory[:2]) for memory in memories]
     pairs = max((a + b for a, b in pairwise(sizes)), default=0) if program.overlaps else 0
     return max([*sizes, pairs], default=0) + program.accumulator_bytes
 

@@ -25,7 +25,7 @@ from shard_reshard.checkpoint.safetensors import memory_bytes
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, ToGroup
-from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, human
+from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap, by_key, human
 from shard_reshard.state_dict.agreement import (
     PLAIN,
     collect_metadata,
@@ -220,12 +220,13 @@ def plan_save(
     layouts: dict[str, ShardMap] = {}
     for name, (layout, dtype) in written.items():
         shape, zero = layout.shape, (0,) * len(layout.shape)
-        boxes: dict[int, list[Box]] = {0: []}  # empty tensors need a rank too
         full = Stored("", 0, 0, shape, (Piece(zero, shape, 0, zero),))
-        for rank, low, high in shared_out(full, dtype, demand[name], load) if 0 not in shape else ():
-            box = Box((low, *zero[1:]), (high - low, *shape[1:])) if shape else Box((), ())
-            boxes.setdefault(rank, []).append(box)
-        layouts[name] = BoxShardMap(shape, boxes)
+        shares = shared_out(full, dtype, demand[name], load) if 0 not in shape else []
+        boxes = by_key(
+            (rank, Box((low, *zero[1:]), (high - low, *shape[1:])) if shape else Box((), ()))
+            for rank, low, high in shares
+        )
+        layouts[name] = BoxShardMap(shape, {0: [], **boxes})  # empty tensors need a rank too
     tied = {name: [name] for name in written}
     for alias, name in held.aliases.items():
         layouts[alias] = layouts[name]

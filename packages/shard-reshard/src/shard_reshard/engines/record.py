@@ -34,7 +34,7 @@ from shard_reshard._torch_compat import (
 from shard_reshard.engines.strided import Landing, StridedCopy, divide, landings, merge_landings, visible
 from shard_reshard.group import group_info
 from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.shard_map import Index
+from shard_reshard.layout.shard_map import Index, by_key
 from shard_reshard.lowering import is_contiguous
 from shard_reshard.state_dict.plan import Part
 
@@ -634,9 +634,7 @@ class _ResolvedWrites:
 
     def table(self) -> dict[str, list[_View]]:
         """Return the destinations by checkpoint name, as few strided views."""
-        by_pair: dict[tuple[str, str], list[Landing]] = {}
-        for owner, name, landing in self.landed:
-            by_pair.setdefault((name, owner), []).append(landing)
+        by_pair = by_key(((name, owner), landing) for owner, name, landing in self.landed)
         views: dict[str, list[_View]] = {}
         for (name, owner), landed in by_pair.items():
             views.setdefault(name, []).extend(

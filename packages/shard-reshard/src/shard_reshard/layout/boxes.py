@@ -290,9 +290,10 @@ class PieceShardMap(BoxShardMap):
 
 def _cut_at(box: Box, marks: Sequence[Sequence[int]]) -> Iterator[Box]:
     """Cut a box at ``marks`` of each dim."""
-    spans = []
-    for at, (low, high) in zip(marks, zip(box.offsets, box.ends, strict=True), strict=True):
-        spans.append(list(pairwise(at[bisect_left(at, low) : bisect_right(at, high)])))
+    spans = [
+        list(pairwise(at[bisect_left(at, low) : bisect_right(at, high)]))
+        for at, low, high in zip(marks, box.offsets, box.ends, strict=True)
+    ]
     for combo in product(*spans):
         yield Box(tuple(low for low, _ in combo), tuple(high - low for low, high in combo))
 

@@ -16,7 +16,7 @@ from shard_reshard.execution.mover import Finish, Mover
 from shard_reshard.group import GroupInfo
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike
-from shard_reshard.layout.shard_map import ShardMap
+from shard_reshard.layout.shard_map import ShardMap, by_key
 from shard_reshard.optim.plan import Matrix, OwnerPlan, Owners, assign, matrices_of
 from shard_reshard.plan import group_problems
 from shard_reshard.state_dict.agreement import (
@@ -116,11 +116,11 @@ def _planned(
 def moves_there(owners: OwnerPlan, facts: Sequence[RankMeta]) -> StateDictPlan:
     """Plan the moves of tensors with the parameters' names to the owners; pure."""
     present = {name for fact in facts for name in fact.sources}
-    keys: dict[str, list[Part]] = {}
-    for matrix in owners.matrices:
-        if matrix.parameter in present:
-            part = Part(matrix.name, 0, matrix.dim, matrix.start, matrix.size, unstack=matrix.expert)
-            keys.setdefault(matrix.parameter, []).append(part)
+    keys = by_key(
+        (matrix.parameter, Part(matrix.name, 0, matrix.dim, matrix.start, matrix.size, unstack=matrix.expert))
+        for matrix in owners.matrices
+        if matrix.parameter in present
+    )
     layouts = {part.name: f"rank {owners.owner[part.name]}" for parts in keys.values() for part in parts}
     return plan_state_dict(facts, layouts, keys, _ONE_EXCHANGE)
 
@@ -225,9 +225,7 @@ class Exchange:
         self.back = Leg(members, planned.owners, planned.back, True)
         self.unlike: dict[tuple[Any, ...], Leg] = {}
         matrices = planned.owners.matrices
-        self._by_parameter: dict[str, list[str]] = {}
-        for matrix in matrices:
-            self._by_parameter.setdefault(matrix.parameter, []).append(matrix.name)
+        self._by_parameter = by_key((matrix.parameter, matrix.name) for matrix in matrices)
         self._names = [[matrices[at].name for at in chunk] for chunk in planned.owners.chunks]
         self._chunks: dict[frozenset[str], dict[int, frozenset[str]]] = {}
 

@@ -14,6 +14,7 @@ from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard.execution.mover import NotPicklable
 from shard_reshard.group import group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike
+from shard_reshard.layout.shard_map import by_key
 from shard_reshard.optim.block import Block, Engine
 from shard_reshard.optim.exchange import Exchange, metadata_of, plan_together
 from shard_reshard.optim.families import Family, Group, Make, groups_of, routed
@@ -153,9 +154,7 @@ class WholeMatrices(NotPicklable, Optimizer):
 
     def _make_optimizers(self, block: Block, groups: list[Group], grouped: bool, routes: Mapping[str, int]) -> None:
         """Call the caller's functions for a block; no communication."""
-        positions: dict[str, list[int]] = {}
-        for at, matrix in enumerate(block.owners.matrices):
-            positions.setdefault(matrix.parameter, []).append(at)
+        positions = by_key((matrix.parameter, at) for at, matrix in enumerate(block.owners.matrices))
         for number, make in enumerate(self._makes.values()):
             own = {name: at for name, at in positions.items() if routes[name] == number}
             if own:

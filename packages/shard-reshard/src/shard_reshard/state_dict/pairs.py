@@ -19,7 +19,16 @@ from shard_spec import Box
 
 from shard_reshard._shared.problems import PlanError, Problem, refusal
 from shard_reshard.layout.boxes import LocalTensor, PieceShardMap
-from shard_reshard.layout.shard_map import FLOAT8, Index, Piece, ShardMap, dtype_name, loses_values, torch_dtype
+from shard_reshard.layout.shard_map import (
+    FLOAT8,
+    Index,
+    Piece,
+    ShardMap,
+    by_key,
+    dtype_name,
+    loses_values,
+    torch_dtype,
+)
 
 Block = tuple[int | None, ...]  # for each dim of a weight; None: all of the dim
 
@@ -146,11 +155,8 @@ class Scales:
     """Names that look like scales, by module."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._by_module: dict[str, list[str]] = {}
-        for name in names:
-            module, _, leaf = name.rpartition(".")
-            if _SCALE.search(leaf):
-                self._by_module.setdefault(module, []).append(name)
+        parts = [(name, *name.rpartition(".")[::2]) for name in names]
+        self._by_module = by_key((module, name) for name, module, leaf in parts if _SCALE.search(leaf))
 
     def beside(self, name: str) -> str | None:
         """Return the scale beside a tensor: ``up.weight_scale`` or ``up.weight.absmax`` for ``up.weight``, or None."""
@@ -318,9 +324,7 @@ def _local_tensors(
         )
     by_rank: dict[int, tuple[LocalTensor, ...]] = {}
     for rank in layout.ranks:
-        pieces: dict[int, list[Piece]] = {}
-        for part in layout.local_pieces(rank):
-            pieces.setdefault(part.tensor, []).append(part)
+        pieces = by_key((part.tensor, part) for part in layout.local_pieces(rank))
         tensors = []
         for number, shape in enumerate(layout.local_shapes(rank)):
             own = pieces.get(number, [])

@@ -24,7 +24,7 @@ from shard_reshard._shared.problems import PlanError, Problem, raise_problems, r
 from shard_reshard.group import condensed
 from shard_reshard.layout.boxes import BoxShardMap, Dims, ShardMapView, tiling_problems
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
-from shard_reshard.layout.shard_map import Index, MeshShardMap, ShardMap, dtype_name, human
+from shard_reshard.layout.shard_map import Index, MeshShardMap, ShardMap, by_key, dtype_name, human
 from shard_reshard.plan import all_ranks_copies
 from shard_reshard.planning import ReshardPlan, make_plan
 from shard_reshard.state_dict.pairs import (
@@ -502,10 +502,7 @@ class _Where:
         self, by_target: Mapping[str, Sequence[Route]], matched: Mapping[str, Matched], problems: list[Problem]
     ) -> None:
         """Find the pairs of destinations, and merge the metadata of ``out``."""
-        targets_of: dict[str, list[str]] = {}
-        for name, routes in by_target.items():
-            for route in routes:
-                targets_of.setdefault(route.source, []).append(name)
+        targets_of = by_key((route.source, name) for name, routes in by_target.items() for route in routes)
         for name, routes in by_target.items():
             pairs = {(matched[r.source][0], r.dst_block(matched[r.source][2])) for r in routes if r.source in matched}
             if not pairs or any(route.source not in matched for route in routes):
@@ -987,9 +984,7 @@ def _aliases(
     targets: Mapping[str, tuple[ShardMap, str]],
 ) -> dict[str, str]:
     """Return tied tensors that move once: one memory at either end, one layout."""
-    by_source: dict[str, list[Route]] = {}
-    for route in routes:
-        by_source.setdefault(route.source, []).append(route)
+    by_source = by_key((route.source, route) for route in routes)
     aliases: dict[str, str] = {}
     for source, meta in sources.items():
         first = meta.tied_to
