@@ -125,7 +125,7 @@ def _rank(rank: int, folder: str, repeats: int, results: Any) -> None:
     if rank == 0:
         size, ours = f"{COUNT} matrices of {SHAPE[0]} x {SHAPE[1]}", f"{middle['owners'] * 1e3:.0f} ms"
         ratio = statistics.median(a / b for a, b in zip(times["owners"], times["floor"], strict=True))
-        floor = f"two raw all-to-alls and the same updates {middle['floor'] * 1e3:.0f} ms"
+        floor = f"two raw all-to-alls and the same updates {middle['floor'] * 1e3:.0f} ms; {_beside(total)}"
         rows = [_row(f"a step of Muon, {size}", "<= 1.15x the floor", f"{ours}, {ratio:.2f}x", floor)]
         ratio = statistics.median(b / a for a, b in zip(times["owners"], times["full_tensor"], strict=True))
         peer = f"full_tensor() on every rank {middle['full_tensor'] * 1e3:.0f} ms"
@@ -145,6 +145,15 @@ def _rank(rank: int, folder: str, repeats: int, results: Any) -> None:
         results.put(rows)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _beside(num_bytes: int) -> str:
+    """Return what a rank of a step does beside the floor, for sharded matrices of so many bytes in all."""
+    shards, own = num_bytes / RANKS / 2**20, 1 / RANKS
+    copied = 2 * shards * (2 * (1 - own) + own)  # packed and unpacked in both directions; its own part is copied once
+    sums = 2 * 3 * shards  # of rows, of columns, of numbers: after this step, and before the next one
+    text = f"beside them a rank copies {copied:.0f} MiB, reads {sums:.0f} MiB of parameters to see writes through .data"
+    return f"{text}, and waits for all ranks twice more"
 
 
 def _peak(call: Callable[[], Any]) -> int:

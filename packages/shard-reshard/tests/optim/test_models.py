@@ -99,7 +99,7 @@ def _rank(rank: int, world: int, folder: str, results: Any) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]  # public, though not declared so
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=10))
     twin = of_mesh(mesh_of((world,)), [Shard(0)], SIZES)
 
     def make(params: Any) -> torch.optim.Optimizer:
