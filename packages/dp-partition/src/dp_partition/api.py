@@ -106,8 +106,14 @@ def distribute(
         problems.append(Problem("invalid-argument", "bucket_mb", found=str(bucket_mb), hint="use 0 or more"))
     parsed = _parsed(style, problems)
     if parsed in (DataParallelStyle.DEFAULT, DataParallelStyle.ZERO1, DataParallelStyle.ZERO2):
-        hint = "use 'fully_shard', 'replicate' or 'hybrid'; dp_partition.compile has the other styles"
-        problems.append(Problem("invalid-argument", "style", found=parsed.name.lower(), hint=hint))
+        problems.append(
+            Problem(
+                "invalid-argument",
+                "style",
+                found=parsed.name.lower(),
+                hint="use 'fully_shard', 'replicate' or 'hybrid'; dp_partition.compile has the other styles",
+            )
+        )
     problems += _mesh_problems(mesh, parsed)
     for function in functions or [None]:
         problems += _step_problems(function)
@@ -182,18 +188,36 @@ def compile(
     base = None if share is None else runner_of(share)
     if base is not None:
         if mesh is not None or placements is not None or reduce_dtype is not None:
-            text = "mesh, placements or reduce_dtype beside share"
-            problems.append(Problem("conflicting-arguments", "share", found=text, hint="leave them out"))
+            problems.append(
+                Problem(
+                    "conflicting-arguments",
+                    "share",
+                    found="mesh, placements or reduce_dtype beside share",
+                    hint="leave them out",
+                )
+            )
         mesh, style = base.mesh, base.settings.style  # the parameters are placed already
     if semantics == "local" and batch is not None and accumulate == 1:
-        hint = "local semantics runs the step on each rank's own arguments; leave batch out"
-        problems.append(Problem("conflicting-arguments", "batch", found=repr(batch), hint=hint))
+        problems.append(
+            Problem(
+                "conflicting-arguments",
+                "batch",
+                found=repr(batch),
+                hint="local semantics runs the step on each rank's own arguments; leave batch out",
+            )
+        )
     parsed = _parsed(style, problems)
     reshard = reshard_after_forward
     if not isinstance(reshard, bool):
         if isinstance(reshard, str):  # else a set of letters
-            hint = "pass True, False, or a list of full names"
-            problems.append(Problem("invalid-argument", "reshard_after_forward", found=repr(reshard), hint=hint))
+            problems.append(
+                Problem(
+                    "invalid-argument",
+                    "reshard_after_forward",
+                    found=repr(reshard),
+                    hint="pass True, False, or a list of full names",
+                )
+            )
         reshard = frozenset(reshard)  # settings are hashable values
     settings = Settings(
         parsed,
@@ -228,8 +252,7 @@ def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Pr
     if mesh is None:
         return [Problem("missing-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
     if not hasattr(mesh, "ndim"):  # a fake mesh is no DeviceMesh
-        hint = "pass a DeviceMesh, from init_device_mesh"
-        return [Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint)]
+        return [Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint="pass a DeviceMesh, from init_device_mesh")]
     if mesh.ndim == axes:
         return []
     of_two = "pass a mesh of two axes: replicas along the first, shards along the second; or style='fully_shard'"
@@ -240,8 +263,14 @@ def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Pr
 def _step_problems(step: object) -> list[Problem]:
     if callable(step) and not isinstance(step, torch.nn.Module):
         return []
-    hint = "pass the function that trains, train_step(model, optimizer, batch); the model is its argument"
-    return [Problem("wrong-type", "train_step", found=type(step).__name__, hint=hint)]
+    return [
+        Problem(
+            "wrong-type",
+            "train_step",
+            found=type(step).__name__,
+            hint="pass the function that trains, train_step(model, optimizer, batch); the model is its argument",
+        )
+    ]
 
 
 class Step:

@@ -88,8 +88,14 @@ class PlacedShards:
             hint += "; shards are of different calls now: load a checkpoint"
             raise PlanError(Problem("ranks-diverge", self.name, found=reason, hint=hint))
         if result != -negative_result:
-            reason = f"ranks return other tensors in call {call}, whose shards only all of them can gather"
-            raise PlanError(Problem("ranks-diverge", self.name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "ranks-diverge",
+                    self.name,
+                    found=f"ranks return other tensors in call {call}, whose shards only all of them can gather",
+                    hint=hint,
+                )
+            )
 
     def meet_in_call(self, call: int) -> None:
         """Meet in the middle of a call, before a pickle gathers a shard that a peer may not gather.
@@ -111,12 +117,23 @@ class PlacedShards:
     def _raise_unless_together(self, call: int, highest: int, lowest: int) -> None:
         self.has_raised = highest != lowest
         if highest == _RAISED:
-            reason, hint = f"another rank raised in call {call}", "see the traceback of that rank"
-            raise PlanError(Problem("rank-failed", self.name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "rank-failed",
+                    self.name,
+                    found=f"another rank raised in call {call}",
+                    hint="see the traceback of that rank",
+                )
+            )
         if highest != lowest:
-            reason = f"some ranks alone pickle a shard in call {call}, which only all of them can gather"
-            hint = "torch.save on every rank, or between two calls within unsharded()"
-            raise PlanError(Problem("ranks-diverge", self.name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "ranks-diverge",
+                    self.name,
+                    found=f"some ranks alone pickle a shard in call {call}, which only all of them can gather",
+                    hint="torch.save on every rank, or between two calls within unsharded()",
+                )
+            )
 
     def _row(self, state: int) -> torch.Tensor:
         digests = (self.digest, -self.digest, self.results, -self.results)

@@ -168,12 +168,23 @@ class GradientReducer:
         runs, ends, fails = row.tolist()
         self._call.has_raised = bool(fails or (runs and ends))
         if fails:
-            reason = f"another rank raised in call {self._call.number}"
-            raise PlanError(Problem("rank-failed", self.name, found=reason, hint="see the traceback of that rank"))
+            raise PlanError(
+                Problem(
+                    "rank-failed",
+                    self.name,
+                    found=f"another rank raised in call {self._call.number}",
+                    hint="see the traceback of that rank",
+                )
+            )
         if runs and ends:
-            reason = "ranks run different numbers of backward passes, so their gradients do not belong together"
-            hint = "decide on values that are equal on all ranks, for example after dist.all_reduce"
-            raise PlanError(Problem("ranks-diverge", self.name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "ranks-diverge",
+                    self.name,
+                    found="ranks run different numbers of backward passes, so their gradients do not belong together",
+                    hint="decide on values that are equal on all ranks, for example after dist.all_reduce",
+                )
+            )
 
     def _leave(self, error: Exception) -> None:
         """Meet the peers once more, at their next exchange, to make them raise too."""
@@ -204,8 +215,14 @@ class GradientReducer:
             return  # a backward pass of one rank between two calls is its own
         current = self._current()
         if parameter.grad.is_sparse and current.is_known and index not in current.sparse:  # type: ignore[union-attr]
-            hint = "use sparse=False in the embedding"
-            raise PlanError(Problem("sparse-gradient", self.names[index], found="dense in earlier calls", hint=hint))
+            raise PlanError(
+                Problem(
+                    "sparse-gradient",
+                    self.names[index],
+                    found="dense in earlier calls",
+                    hint="use sparse=False in the embedding",
+                )
+            )
         if current.arrived and current.end() is None:  # autograd drops the callback with a pass that failed
             raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         if not current.arrived:
@@ -327,8 +344,14 @@ class GradientReducer:
     def _raise_if_failed(self, failed: bool) -> None:
         if failed:
             self._call.has_raised = True
-            reason = f"another rank raised in backward pass {self._call.index} of call {self._call.number}"
-            raise PlanError(Problem("rank-failed", self.name, found=reason, hint="see the traceback of that rank"))
+            raise PlanError(
+                Problem(
+                    "rank-failed",
+                    self.name,
+                    found=f"another rank raised in backward pass {self._call.index} of call {self._call.number}",
+                    hint="see the traceback of that rank",
+                )
+            )
 
     # ---- first runs of a pass ---------------------------------------------------------------------------------------
 

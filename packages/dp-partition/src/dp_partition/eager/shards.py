@@ -290,9 +290,14 @@ class _Retired(nn.Parameter):
 
 
 def _raise_retired(name: str, *_: Any) -> NoReturn:
-    reason = "a shard has replaced it; an object outside of the step's arguments and globals holds the old one"
-    hint = 'keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"'
-    raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
+    raise PlanError(
+        Problem(
+            "parameter-replaced",
+            name,
+            found="a shard has replaced it; an object outside of the step's arguments and globals holds the old one",
+            hint='keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"',
+        )
+    )
 
 
 def placement_of(mesh: DeviceMesh) -> Place:
@@ -322,9 +327,14 @@ def _refuse_writes(unit: nn.Module, full: Iterable[nn.Parameter]) -> None:
         for changed, name, *_ in set(_memory(own)).difference(seen):
             if changed in ids:
                 continue
-            hint = 'use style="replicate", or write the parameter outside of forward'
-            reason = "a forward writes or moves a gathered parameter"
-            raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "parameter-replaced",
+                    name,
+                    found="a forward writes or moves a gathered parameter",
+                    hint='use style="replicate", or write the parameter outside of forward',
+                )
+            )
 
     unit.register_forward_pre_hook(torch.compiler.disable(before))
     unit.register_forward_hook(torch.compiler.disable(after), prepend=True)  # before FSDP2 frees it
@@ -405,19 +415,32 @@ class ClosedTraps:
                 return reduced_in_step(args[0], *args[1:])
             elif func == cls._SET_DATA:
                 if not isinstance(args[1], DTensor):
-                    hint = 'write in place under torch.no_grad(), or use style="replicate"'
-                    reason = "`.data =` with a plain tensor, where the parameter lies in shards"
-                    raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
+                    raise PlanError(
+                        Problem(
+                            "parameter-replaced",
+                            found="`.data =` with a plain tensor, where the parameter lies in shards",
+                            hint='write in place under torch.no_grad(), or use style="replicate"',
+                        )
+                    )
                 with torch.no_grad():
                     args[0].detach().copy_(args[1])
                 return None
             elif name == "register_hook" and isinstance(args[0], nn.Parameter):
-                hint = 'use register_post_accumulate_grad_hook, or style="replicate"'
-                reason = "a gradient hook on a parameter in shards would never run"
-                raise PlanError(Problem("parameter-hooks", found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "parameter-hooks",
+                        found="a gradient hook on a parameter in shards would never run",
+                        hint='use register_post_accumulate_grad_hook, or style="replicate"',
+                    )
+                )
             if is_written(name) and (name == "__setitem__" or args[0] in cls._views):
-                reason, hint = f"a view of shards is written ({name})", 'write full tensors, or use style="replicate"'
-                raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "parameter-replaced",
+                        found=f"a view of shards is written ({name})",
+                        hint='write full tensors, or use style="replicate"',
+                    )
+                )
             result = reduced_first(func, args, kwargs)
             if name in cls._VIEWS:
                 cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))

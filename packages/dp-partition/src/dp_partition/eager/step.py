@@ -179,8 +179,14 @@ class EagerStep:
         """
         result = self.steps[number].function(*args, **kwargs)
         if any(parameter.requires_grad for parameter in self.new_parameters(self.modules)):
-            reason, hint = "the call has made a parameter, whose gradients nobody averages", "make it between two calls"
-            raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "model-changed",
+                    self.name,
+                    found="the call has made a parameter, whose gradients nobody averages",
+                    hint="make it between two calls",
+                )
+            )
         return result
 
     def run_placed(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,9 +229,14 @@ class EagerStep:
             reset_fsdp(units)
             if isinstance(error, NotImplementedError) and "c10d" in str(error):
                 operator = str(error).partition("Operator ")[2].partition(" ")[0]
-                reason = f"torch.distributed runs {operator} on a shard{user_line(error)}"
-                hint = 'gradients are averaged already: leave it out; or use style="replicate", which runs it'
-                raise PlanError(Problem("unsupported-argument", self.name, found=reason, hint=hint)) from error
+                raise PlanError(
+                    Problem(
+                        "unsupported-argument",
+                        self.name,
+                        found=f"torch.distributed runs {operator} on a shard{user_line(error)}",
+                        hint='gradients are averaged already: leave it out; or use style="replicate", which runs it',
+                    )
+                ) from error
             if "mixed torch.Tensor and DTensor" in str(error):
                 way = 'what an observed call 1 does keeps parameters full: do it there too, or use style="replicate"'
                 error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")
@@ -308,8 +319,14 @@ class EagerStep:
         problems = wrapped([(type(root).__name__, root) for root in reach.modules], parameters)
         problems += without_data(parameters)
         if not parameters:
-            reason, hint = "no model in its arguments, closure or globals", "pass the model to the step"
-            problems.append(Problem("wrong-type", self.name, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "wrong-type",
+                    self.name,
+                    found="no model in its arguments, closure or globals",
+                    hint="pass the model to the step",
+                )
+            )
         for fqn, parameter in parameters.items():
             if self.reducer is None and hooks_after_accumulation(parameter):
                 problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))

@@ -33,12 +33,15 @@ class Pickled:
 
     def __call__(self, protocol: Any) -> Any:
         if self.full is None:
-            reason = "lies in shards: a file of this rank lacks the rows of the others"
-            hint = (
-                "with step.unsharded(): torch.save(model.state_dict(), path), on every rank; for shards, and for an "
-                "optimizer, torch.distributed.checkpoint.save(get_state_dict(model, optimizer))"
+            raise PlanError(
+                Problem(
+                    "already-applied",
+                    f"a pickle of {self.name}",
+                    found="lies in shards: a file of this rank lacks the rows of the others",
+                    hint="with step.unsharded(): torch.save(model.state_dict(), path), on every rank; for shards, and for an "
+                    "optimizer, torch.distributed.checkpoint.save(get_state_dict(model, optimizer))",
+                )
             )
-            raise PlanError(Problem("already-applied", f"a pickle of {self.name}", found=reason, hint=hint))
         return self.full.__reduce_ex__(protocol)
 
 

@@ -320,8 +320,15 @@ def release(binding: Binding, others: Collection[Optimizer] = ()) -> None:
     binding.install(plain, states)
     swap = dict(zip(put, copies[len(plain) :], strict=True))
     for old_id, new in swap.items():  # an optimizer may have been made of them
-        reason, hint = "was this rank's shard before the model was placed anew", "pass the optimizer to the step"
-        mark_stale(put[old_id], Problem("parameter-replaced", found=reason, hint=hint), new)
+        mark_stale(
+            put[old_id],
+            Problem(
+                "parameter-replaced",
+                found="was this rank's shard before the model was placed anew",
+                hint="pass the optimizer to the step",
+            ),
+            new,
+        )
     for table in tables:
         table.update({key: swap[id(p)] for key, p in table.items() if id(p) in swap})
     for state in [state for optimizer in others for state in optimizer.state.values()]:
@@ -368,9 +375,14 @@ class _Guard:
 
 
 def _refuse_copy(name: str, *_: Any) -> NoReturn:
-    hint = "with step.unsharded(): copy.deepcopy(model), or torch.save(model, path), on every rank: both are plain"
-    reason = "its parameters are placed on the ranks, and a copy does not gather them"
-    raise PlanError(Problem("already-applied", f"a copy of {name}", found=reason, hint=hint))
+    raise PlanError(
+        Problem(
+            "already-applied",
+            f"a copy of {name}",
+            found="its parameters are placed on the ranks, and a copy does not gather them",
+            hint="with step.unsharded(): copy.deepcopy(model), or torch.save(model, path), on every rank: both are plain",
+        )
+    )
 
 
 def hook_placed(
