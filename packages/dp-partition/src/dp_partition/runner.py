@@ -560,7 +560,8 @@ class Runner:
                 Problem(
                     "ranks-disagree",
                     self.name,
-                    found=f"call {self.schedule.calls} has other collectives on this rank alone; the others run their graph",
+                    found=f"call {self.schedule.calls} has other collectives on this rank alone; the others run "
+                    "their graph",
                     hint=HINT,
                 )
             )

@@ -314,7 +314,8 @@ def collect_outputs(
                     Problem(
                         "unsupported-argument",
                         "result",
-                        found=f"its result has a {type(leaf).__name__} that holds tensors, which no later call would fill",
+                        found=f"its result has a {type(leaf).__name__} that holds tensors, which no later call "
+                        "would fill",
                         hint="return the tensors themselves, or in a dict, a dataclass or an object's attributes",
                     )
                 )

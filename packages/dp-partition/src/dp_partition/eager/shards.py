@@ -202,7 +202,7 @@ def _update(optimizer: Optimizer, place: Place | None, full: Collection[int]) ->
             swap[id(parameter)][1].grad = place(gradient)
         parameter.grad = gradient
     before = [parameter.detach().clone() for parameter in parameters]
-    repoint(Reach(copied), swap, lambda value: place(value) if place is not None else value)
+    Reach(copied).repoint(swap, lambda value: place(value) if place is not None else value)
     # WholeMatrices has planned its messages for full tensors.
     silent = nullcontext() if place is not None else _NoCommunication()  # type: ignore[no-untyped-call]
     with random_state_restored(), ClosedTraps(), silent:
@@ -211,35 +211,6 @@ def _update(optimizer: Optimizer, place: Place | None, full: Collection[int]) ->
             type(copied).step(copied)
     after = [p.full_tensor() if isinstance(p, DTensor) else p for g in copied.param_groups for p in g["params"]]
     return [new.detach() - old for new, old in zip(after, before, strict=True)]
-
-
-def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]], convert: Place) -> None:
-    """Replace old parameters by new ones, in groups, state, lists and dicts of a walk; ``swap`` has both by old id.
-
-    ``convert`` takes state of an old parameter's shape to the layout of the new one.
-    """
-
-    def new(value: Any) -> Any:
-        return swap[id(value)][1] if id(value) in swap else value
-
-    for table in reach.tables:
-        if isinstance(table, list | collections.deque) and any(id(value) in swap for value in table):
-            values = [new(value) for value in table]
-            table.clear()  # in place: other objects hold the list
-            table.extend(values)
-        elif isinstance(table, set) and any(id(value) in swap for value in table):
-            members = [new(value) for value in table]
-            table.clear()
-            table.update(members)
-        elif isinstance(table, dict) and any(id(k) in swap or id(v) in swap for k, v in table.items()):
-            items = [(key, new(key), new(value)) for key, value in table.items()]
-            table.clear()
-            for old, key, value in items:
-                if key is not old and isinstance(value, dict):  # state of an optimizer
-                    for entry, x in value.items():
-                        if isinstance(x, torch.Tensor) and x.ndim and x.shape == old.shape:
-                            value[entry] = convert(x)
-                table[key] = value
 
 
 def shard(
@@ -268,7 +239,7 @@ def shard(
         vars(successor).update({key: own for key, own in vars(old).items() if key not in vars(successor)})
         if old.grad is not None:
             successor.grad = place(old.grad)
-    repoint(reach, swap, place)
+    reach.repoint(swap, place)
     for name, parameter in parameters.items():
         if id(parameter) in swap:  # freed; one missed by the walk raises when used, in a backward pass as well
             parameter.grad = None

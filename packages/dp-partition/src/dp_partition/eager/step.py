@@ -26,12 +26,10 @@ from torch.distributed.tensor import DTensor
 from dp_partition._shared.consensus import all_gather_objects, assert_consistent, ranks_of, tensor_hashes
 from dp_partition._shared.page import human_bytes
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._shared.stale_parameters import mark_stale
 from dp_partition._torch_compat import (
     flat_group,
     hooks_after_accumulation,
     is_backward_unfinished,
-    parameter_like,
     pytree,
     remove_fsdp,
     reset_fsdp,
@@ -40,8 +38,7 @@ from dp_partition.capture.inputs import close_arguments, open_result
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import without_data, wrapped
 from dp_partition.capture.tracer import user_line
-from dp_partition.eager.placed import PlacedShards
-from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
+from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer, PlacedShards
 from dp_partition.eager.shards import (
     ClosedTraps,
     Units,
@@ -50,7 +47,6 @@ from dp_partition.eager.shards import (
     place_loaded_state,
     placement_of,
     plan_units,
-    repoint,
     run_unlike,
     shard,
     together,
@@ -378,26 +374,14 @@ class EagerStep:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
         if self.placed is not None:
             reach = self.reach(others, self.modules, self.placed.optimizers)
-            swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
-            parameter: Any
             for unit in self.placed.units.modules:
                 remove_fsdp(unit)
-            tables = [inner._parameters for root in self.modules for inner in root.modules()]
-            # Behind load_state_dict(assign=True) the optimizer holds parameters that no module has.
-            placed = [*self.parameters.values(), *(p for table in tables for p in table.values() if p is not None)]
-            for parameter in placed:
-                if isinstance(parameter, DTensor) and id(parameter) not in swap:  # tied parameters stay one
-                    plain = parameter_like(state.full_tensor(parameter), parameter)
-                    plain.grad = None if parameter.grad is None else state.full_tensor(parameter.grad)
-                    swap[id(parameter)] = parameter, plain
-            for table in tables:  # those of TorchScript cannot be updated, and hold no shard
-                if plain_again := {key: swap[id(p)][1] for key, p in table.items() if id(p) in swap}:
-                    table.update(plain_again)
-            repoint(reach, swap, state.full_tensor)
-            reason = "was this rank's shard before release()"
-            hint = "rebuild lists of parameters, and optimizers that no call was given, from model.parameters()"
-            for old, _ in swap.values():
-                mark_stale(old, Problem("parameter-replaced", found=reason, hint=hint))
+            problem = Problem(
+                "parameter-replaced",
+                found="was this rank's shard before release()",
+                hint="rebuild lists of parameters, and optimizers that no call was given, from model.parameters()",
+            )
+            state.install_full(self.modules, self.parameters.values(), reach, lambda _: problem)
             for handle in self.placed.handles:
                 handle.remove()
         if self.reducer is not None:

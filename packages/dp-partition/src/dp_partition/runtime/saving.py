@@ -38,8 +38,8 @@ class Pickled:
                     "already-applied",
                     f"a pickle of {self.name}",
                     found="lies in shards: a file of this rank lacks the rows of the others",
-                    hint="with step.unsharded(): torch.save(model.state_dict(), path), on every rank; for shards, and for an "
-                    "optimizer, torch.distributed.checkpoint.save(get_state_dict(model, optimizer))",
+                    hint="with step.unsharded(): torch.save(model.state_dict(), path), on every rank; for shards, "
+                    "and for an optimizer, torch.distributed.checkpoint.save(get_state_dict(model, optimizer))",
                 )
             )
         return self.full.__reduce_ex__(protocol)
