@@ -19,7 +19,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 CALLS, WIDTH = 5, 32
 
@@ -95,8 +95,10 @@ class EachRanksRows(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
         is_list = "_foreach_" in name and "norm" not in name
-        if not is_list and torch.Tag.pointwise not in func.tags:
-            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        has_rows = any(isinstance(x, torch.Tensor) and x.ndim and x.shape[0] > 1 for x in leaves)
+        if not has_rows or not (is_list or torch.Tag.pointwise in func.tags):
+            return func(*args, **kwargs)  # counts of steps, norms, products
         results = []
         for rank in range(self.world):
 
@@ -108,10 +110,8 @@ class EachRanksRows(TorchDispatchMode):
 
             results.append(func(*tree_map(rows, args), **tree_map(rows, kwargs)))
         if name.endswith("_"):
-            return args[0]
-        if is_list:
-            return [torch.cat(parts) if parts[0].ndim else parts[0] for parts in zip(*results, strict=True)]
-        return torch.cat(results) if results[0].ndim and results[0].shape[0] else results[0]
+            return None if is_list else args[0]
+        return [torch.cat(parts) for parts in zip(*results, strict=True)] if is_list else torch.cat(results)
 
 
 def train(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -198,6 +198,7 @@ def test_shards_give_the_bits_of_full_tensors(ranks: Ranks, dtype: torch.dtype, 
 
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop)
+DRAWN = 6  # beside two that were once wrong
 KINDS = (Lamb, Lars, Moments, Soap, *ELEMENTWISE)
 
 
@@ -207,7 +208,7 @@ def test_shards_of_any_size_give_the_bits_of_their_rows(ranks: Ranks) -> None:
     mesh, compared, wrong = ranks.mesh((2,), ("dp",)), 0, []
     drawn: list[Any] = [(Lamb, torch.float16, train_clipped, "zero2", (33, 16, 8))]
     drawn.append((Lamb, torch.float16, train, "zero2", (8, 30, 5)))
-    for number in range(10):
+    for number in range(DRAWN):
         rng = random.Random(number)
         kind, dtype = rng.choice(KINDS), rng.choice((torch.float16, torch.bfloat16))
         style = rng.choice(("default", "zero1", "zero2", "fully_shard"))

@@ -28,6 +28,7 @@ from dp_partition.plan.plan import (
     reduction_problems,
 )
 from dp_partition.runner import Runner
+from dp_partition.runtime.saving import own_mesh
 from dp_partition.runtime.state import unsharded
 
 EagerStyle = Literal["fully_shard", "replicate", "hybrid"]
@@ -119,7 +120,7 @@ def distribute(
         problems += _step_problems(function)
     if problems:
         raise PlanError(problems, "dp_partition.distribute")
-    comm = CommConfig(int(bucket_mb * (1 << 20)), reduce_dtype=reduce_dtype)
+    mesh, comm = own_mesh(mesh), CommConfig(int(bucket_mb * (1 << 20)), reduce_dtype=reduce_dtype)
     settings = Settings(parsed, comm=comm, check=check, full=full, observe=observe)
     steps = [without_compiler(function, mesh) for function in functions]
     eager = EagerStep(steps, mesh, ", ".join(map(name_of, steps)), settings)
@@ -235,7 +236,7 @@ def compile(
     problems += _step_problems(train_step)
     if problems or mesh is None:  # all problems in one error
         raise PlanError(problems, "dp_partition.compile")
-    return CompiledStep(Runner(train_step, mesh, settings, base))
+    return CompiledStep(Runner(train_step, own_mesh(mesh), settings, base))
 
 
 def _parsed(style: str | DataParallelStyle, problems: list[Problem]) -> DataParallelStyle:
