@@ -72,7 +72,8 @@ class Lars(Lamb):
         momentum: torch.Tensor = self.state[p].setdefault("momentum", torch.zeros_like(p))
         gradient = gradient.add(p, alpha=0.01)
         scaled = gradient * (p.norm() / (gradient.norm() + 0.01 * p.norm() + 1e-6))
-        return momentum.mul_(0.9).add_(scaled, alpha=0.1)
+        update: torch.Tensor = momentum.mul_(0.9).add_(scaled, alpha=0.1)
+        return update
 
 
 class Moments(Lamb):
@@ -83,8 +84,8 @@ class Moments(Lamb):
         first = state.setdefault("first", torch.zeros_like(p)).mul_(0.9).add_(gradient, alpha=0.1)
         second = state.setdefault("second", torch.zeros_like(p)).mul_(0.99).addcmul_(gradient, gradient, value=0.01)
         update = first / (second.sqrt() + 1e-3) + 0.01 * p
-        ratio: torch.Tensor = p.norm() / update.norm().clamp(min=1e-6)
-        return update * ratio
+        scaled: torch.Tensor = update * (p.norm() / update.norm().clamp(min=1e-6))
+        return scaled
 
 
 class EachRanksRows(TorchDispatchMode):
@@ -215,7 +216,7 @@ def test_shards_of_any_size_give_the_bits_of_their_rows(ranks: Ranks) -> None:
         sizes = (rng.randint(3, 40), rng.randint(3, 60), rng.randint(3, 30))
         drawn.append((kind, dtype, rng.choice((train, train_clipped)), style, sizes))
     for kind, dtype, function, style, sizes in drawn:
-        options = {"foreach": True} if kind in ELEMENTWISE else {}  # a graph updates several at once
+        options: dict[str, Any] = {"foreach": True} if kind in ELEMENTWISE else {}  # a graph updates several at once
         options |= {"eps": 1e-4} if kind in ELEMENTWISE[1:] else {}  # 1e-8 is 0 in float16
         as_rows = dp.distribute(by_rows(function), mesh=mesh, style="replicate", check="never")
         moved, want = trained(ranks, as_rows, kind, dtype, sizes, **options)

@@ -189,36 +189,18 @@ def compile(
     base = None if share is None else runner_of(share)
     if base is not None:
         if mesh is not None or placements is not None or reduce_dtype is not None:
-            problems.append(
-                Problem(
-                    "conflicting-arguments",
-                    "share",
-                    found="mesh, placements or reduce_dtype beside share",
-                    hint="leave them out",
-                )
-            )
+            text = "mesh, placements or reduce_dtype beside share"
+            problems.append(Problem("conflicting-arguments", "share", found=text, hint="leave them out"))
         mesh, style = base.mesh, base.settings.style  # the parameters are placed already
     if semantics == "local" and batch is not None and accumulate == 1:
-        problems.append(
-            Problem(
-                "conflicting-arguments",
-                "batch",
-                found=repr(batch),
-                hint="local semantics runs the step on each rank's own arguments; leave batch out",
-            )
-        )
+        hint = "local semantics runs the step on each rank's own arguments; leave batch out"
+        problems.append(Problem("conflicting-arguments", "batch", found=repr(batch), hint=hint))
     parsed = _parsed(style, problems)
     reshard = reshard_after_forward
     if not isinstance(reshard, bool):
         if isinstance(reshard, str):  # else a set of letters
-            problems.append(
-                Problem(
-                    "invalid-argument",
-                    "reshard_after_forward",
-                    found=repr(reshard),
-                    hint="pass True, False, or a list of full names",
-                )
-            )
+            hint = "pass True, False, or a list of full names"
+            problems.append(Problem("invalid-argument", "reshard_after_forward", found=repr(reshard), hint=hint))
         reshard = frozenset(reshard)  # settings are hashable values
     settings = Settings(
         parsed,

@@ -199,16 +199,10 @@ def estimate(
                 hint="world is at least 1, rank from 0 to world - 1",
             )
         )
-    for argument in ("mesh", "share", "backend"):  # they need placed parameters, or ranks
-        if argument in settings:
-            problems.append(
-                Problem(
-                    "conflicting-arguments",
-                    argument,
-                    found="passed to estimate",
-                    hint="an estimate places nothing; leave it out",
-                )
-            )
+    hint = "an estimate places nothing; leave it out"
+    # These need placed parameters, or ranks.
+    beyond = [name for name in ("mesh", "share", "backend") if name in settings]
+    problems += [Problem("conflicting-arguments", n, found="passed to estimate", hint=hint) for n in beyond]
     if problems:
         raise PlanError(problems, "dp_partition.estimate")
     name = getattr(train_step, "__name__", "train_step")  # callables may have none

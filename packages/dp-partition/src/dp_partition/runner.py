@@ -484,6 +484,32 @@ class Runner:
             raise PlanError(plan.problems, "the placements cannot be planned")
         return plan
 
+    def attempt_call(
+        self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallArguments, Program, OptimizerReads]:
+        """Read a later call's arguments, model and optimizers, and find its program; nothing is communicated."""
+        call = read_arguments(self.name, args, kwargs)
+        call.live, call.marked = self.traces.live.get(call.spec) or frozenset(), self.traces.marked
+        if self.owner.bound().is_unsharded:
+            raise PlanError(
+                Problem(
+                    "unsharded-now",
+                    self.name,
+                    found="the model holds full parameters in a block of unsharded()",
+                    hint="leave the block first",
+                )
+            )
+        binding.check_in_place()
+        passed = [x for x in call.leaves if isinstance(x, nn.Module | Optimizer) and id(x) not in binding.owner_ids]
+        if passed:  # a call that evaluates may leave the optimizer out
+            is_optimizer = all(isinstance(value, Optimizer) for value in passed)
+            hint = REPLACED if is_optimizer else "call release() on the step first, or compile a step of its own"
+            problem = Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)
+            raise (ModelChangedError if is_optimizer else PlanError)(problem)
+        optimizers = reconcile(binding)
+        state, plan, find = binding.step_state, binding.plan, self.traces.find_program
+        return call, find(state, plan, call, optimizers, self.trace_label), optimizers
+
     def later_call(
         self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CallArguments, Program, OptimizerReads, bool] | None:
@@ -497,33 +523,7 @@ class Runner:
             Arguments, program, optimizers, and True if the call must be checked for a graph or a length that is new;
             None if the caller of each rank has put other parameters, modules or optimizers in place.
         """
-
-        def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
-            call = read_arguments(self.name, args, kwargs)
-            call.live, call.marked = self.traces.live.get(call.spec) or frozenset(), self.traces.marked
-            if self.owner.bound().is_unsharded:
-                raise PlanError(
-                    Problem(
-                        "unsharded-now",
-                        self.name,
-                        found="the model holds full parameters in a block of unsharded()",
-                        hint="leave the block first",
-                    )
-                )
-            binding.check_in_place()
-            passed = [x for x in call.leaves if isinstance(x, nn.Module | Optimizer) and id(x) not in binding.owner_ids]
-            if passed:  # a call that evaluates may leave the optimizer out
-                is_optimizer = all(isinstance(value, Optimizer) for value in passed)
-                hint = REPLACED if is_optimizer else "call release() on the step first, or compile a step of its own"
-                problem = Problem(
-                    "model-mismatch", self.name, found="called with another model or optimizer", hint=hint
-                )
-                raise (ModelChangedError if is_optimizer else PlanError)(problem)
-            optimizers = reconcile(binding)
-            state, plan, find = binding.step_state, binding.plan, self.traces.find_program
-            return call, find(state, plan, call, optimizers, self.trace_label), optimizers
-
-        attempted, error = capture_errors(attempt)
+        attempted, error = capture_errors(lambda: self.attempt_call(binding, args, kwargs))
         is_traced = attempted is None or attempted[1].is_new
         is_alone, facts = self.mesh.size() == 1, dict[str, str]()
         if is_traced and attempted is not None:

@@ -190,9 +190,8 @@ def _install_optimizer(
     fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
     stack.callback(setattr, optimizer, "state", optimizer.state)
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as torch's optimizers expect
-    for (owner, fqn), entries in fakes.states.items():
-        if owner == number and entries:
-            state[fakes.params[fqn]] = dict(entries)
+    own = {fqn: entries for (owner, fqn), entries in fakes.states.items() if owner == number and entries}
+    state.update({fakes.params[fqn]: dict(entries) for fqn, entries in own.items()})
     optimizer.state = state
     for group in optimizer.param_groups:
         stack.callback(group.update, dict(group))  # undone at the end of the trace

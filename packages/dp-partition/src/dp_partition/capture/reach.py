@@ -92,12 +92,9 @@ class Reach:
         for container in self.containers:
             is_keyed = isinstance(container, keys)
             values: Iterable[Any] = container.values() if isinstance(container, dict) else ()
-            for x in itertools.islice(container, _MOST):
-                if is_keyed and id(x) in ids:
-                    result.add(id(x))
-            for x in itertools.chain(itertools.islice(container, _MOST), itertools.islice(values, _MOST)):
-                if type(x) is int and x in numbers:
-                    result.add(numbers[x])
+            result |= {id(x) for x in itertools.islice(container, _MOST) if is_keyed and id(x) in ids}
+            every = itertools.chain(itertools.islice(container, _MOST), itertools.islice(values, _MOST))
+            result |= {numbers[x] for x in every if type(x) is int and x in numbers}
         return result
 
     def repoint(

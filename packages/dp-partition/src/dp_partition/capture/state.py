@@ -272,15 +272,8 @@ def shared_memory(tensors: dict[str, Any]) -> list[Problem]:
         start = tensor.storage_offset() * tensor.element_size()
         end = start + (last + 1) * tensor.element_size()
         owners_of_storage = owners.setdefault(tensor.untyped_storage()._cdata, [])
-        for other, from_, to in owners_of_storage:
-            if start < to and from_ < end:
-                problems.append(
-                    Problem(
-                        "shared-memory",
-                        name,
-                        found=f"shares memory with {other}",
-                        hint="tie them by assigning the same Parameter, or give one of them a copy",
-                    )
-                )
+        hint = "tie them by assigning the same Parameter, or give one of them a copy"
+        shared = [other for other, from_, to in owners_of_storage if start < to and from_ < end]
+        problems += [Problem("shared-memory", name, found=f"shares memory with {n}", hint=hint) for n in shared]
         owners_of_storage.append((name, start, end))
     return problems

@@ -323,9 +323,8 @@ class EagerStep:
                     hint="pass the model to the step",
                 )
             )
-        for fqn, parameter in parameters.items():
-            if self.reducer is None and hooks_after_accumulation(parameter):
-                problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
+        hooked = [fqn for fqn, p in parameters.items() if self.reducer is None and hooks_after_accumulation(p)]
+        problems += [Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT) for fqn in hooked]
         lines = [] if problems else [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
         # Buffers of modules that have run are each rank's own.
         fresh = [m for root in reach.modules for m in root.modules() if m not in self.adopted]

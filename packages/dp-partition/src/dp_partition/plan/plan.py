@@ -341,16 +341,9 @@ def plan_placements(
         else:
             chosen = placements_by_style(info.shape, style, world)
         planned.append(ParamPlan(info, *chosen, aliases=tuple(others.get(info.name, ()))))
-    for pattern in patterns:
-        if pattern not in used:
-            problems.append(
-                Problem(
-                    "unmatched-pattern",
-                    pattern,
-                    found="matches no parameter",
-                    hint="patterns are matched against full names with fnmatch",
-                )
-            )
+    hint = "patterns are matched against full names with fnmatch"
+    unused = [pattern for pattern in patterns if pattern not in used]
+    problems += [Problem("unmatched-pattern", name, found="matches no parameter", hint=hint) for name in unused]
     return PartitionPlan(style, semantics, world, tuple(planned), tuple(problems), replicas, reduction)
 
 

@@ -173,9 +173,7 @@ class Binding:
         fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
         for number, optimizer in enumerate(self.step_state.optimizers):
             state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-            for fqn, entries in states[number].items():
-                if entries:
-                    state[params[fqn]] = entries
+            state.update({params[fqn]: entries for fqn, entries in states[number].items() if entries})
             # State of parameters that are the caller's own, in a group added since, stays.
             state.update({param: own for param, own in optimizer.state.items() if id(param) not in fqn_of})
             for group in optimizer.param_groups:
@@ -344,8 +342,8 @@ def install_full(
         if plain_again := {key: swap[id(p)][1] for key, p in table.items() if id(p) in swap}:
             table.update(plain_again)
     reach.repoint(swap, full_tensor)
-    for parameter, plain in swap.values():
-        mark_stale(parameter, stale(parameter), plain)
+    for before, after in swap.values():
+        mark_stale(before, stale(before), after)
 
 
 def with_current_parameters(optimizers: Iterable[Optimizer]) -> None:
