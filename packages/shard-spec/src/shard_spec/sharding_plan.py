@@ -131,12 +131,21 @@ class ShardingPlan(PlanContent):
         problems = plan_problems(self, resolution)
         idle = set(range(world_size or 0)) - set(resolution.ranks)
         if world_size is not None and resolution.ranks and resolution.ranks[-1] >= world_size:
-            text = f"the plan names ranks up to {resolution.ranks[-1]}, there are {world_size} ranks"
-            problems.append(Problem("mesh-too-large", found=text, hint="start more processes or use a smaller mesh"))
+            problems.append(
+                Problem(
+                    "mesh-too-large",
+                    found=f"the plan names ranks up to {resolution.ranks[-1]}, there are {world_size} ranks",
+                    hint="start more processes or use a smaller mesh",
+                )
+            )
         elif resolution.ranks and idle:
-            text = f"the plan says nothing about ranks {human_ranks(sorted(idle))} of {world_size}"
-            hint = "use a mesh of all ranks; for a plan of a part of them leave world_size out"
-            problems.append(Problem("mesh-mismatch", found=text, hint=hint))
+            problems.append(
+                Problem(
+                    "mesh-mismatch",
+                    found=f"the plan says nothing about ranks {human_ranks(sorted(idle))} of {world_size}",
+                    hint="use a mesh of all ranks; for a plan of a part of them leave world_size out",
+                )
+            )
         return tuple(dict.fromkeys(problems))  # once each, in order
 
     def memory(
@@ -426,9 +435,14 @@ def _simulated(resolution: Resolution, module: nn.Module | ModelMetadata, batch:
 def _beside(static: Memory, run: Step, module: Any, grads: bool | str, step: StepOptions) -> Memory:
     """Return the bytes of the state with those of a simulated step."""
     if grads is False and any(each.requires_grad for each in module.parameters()):
-        text = "grads=False beside a batch, whose step makes gradients in its backward"
-        hint = "leave grads out; to count a state without gradients leave batch out"
-        raise PlanError(Problem("conflicting-arguments", "grads", found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "conflicting-arguments",
+                "grads",
+                found="grads=False beside a batch, whose step makes gradients in its backward",
+                hint="leave grads out; to count a state without gradients leave batch out",
+            )
+        )
     # Off the CPU torch's optimizers update all parameters at once.
     foreach = any(each.device.type != "cpu" for each in module.parameters())
     return static.with_activations(

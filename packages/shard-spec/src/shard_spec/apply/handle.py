@@ -83,8 +83,14 @@ def run_sharders(
                 log.append(Snapshot(old).restore)
                 new = sharder.shard(old)
                 if not isinstance(new, nn.Module):
-                    reason = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
-                    raise PlanError(Problem("wrong-type", path, found=reason, hint="return an nn.Module"))
+                    raise PlanError(
+                        Problem(
+                            "wrong-type",
+                            path,
+                            found=f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}",
+                            hint="return an nn.Module",
+                        )
+                    )
                 tensors[path] = new
         except Exception as error:
             _await_peers(group, problems_of(error))
@@ -188,9 +194,15 @@ class ShardHandle:
                 table[name] = value
             mark_current(value)
             if isinstance(placed.value, nn.Parameter):
-                why = "undo() gave the module a full parameter; an optimizer still holds the shard"
-                hint = "build the optimizer again"
-                mark_stale(placed.value, Problem("parameter-replaced", placed.name, found=why, hint=hint))
+                mark_stale(
+                    placed.value,
+                    Problem(
+                        "parameter-replaced",
+                        placed.name,
+                        found="undo() gave the module a full parameter; an optimizer still holds the shard",
+                        hint="build the optimizer again",
+                    ),
+                )
         self._undone = True
         self._installed = Installed()  # frees the shards
         return self.module
@@ -198,20 +210,32 @@ class ShardHandle:
     def _check_undo(self) -> list[str]:
         """Raise if this rank cannot undo the call; return what ranks compare before they gather."""
         if self._undone:
-            hint = "shard the module again"
-            raise PlanError(Problem("already-applied", found="this handle was undone before", hint=hint))
+            raise PlanError(
+                Problem("already-applied", found="this handle was undone before", hint="shard the module again")
+            )
         problems = list(self._installed.final)
         for path, (module, forward) in self._installed.forwards.items():
             if module.__dict__.get("forward") is not forward:
-                reason, hint = "its forward was replaced after this call", "undo later calls first"
-                problems.append(Problem("model-changed", path, found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "model-changed",
+                        path,
+                        found="its forward was replaced after this call",
+                        hint="undo later calls first",
+                    )
+                )
         lines = []
         for placed in self._installed.placed:
             for table, name, fqn in placed.places:
                 if table.get(name) is not placed.value:
-                    reason = "another tensor has replaced the sharded one"
-                    hint = "undo later calls first, or put the sharded tensor back"
-                    problems.append(Problem("model-changed", fqn, found=reason, hint=hint))
+                    problems.append(
+                        Problem(
+                            "model-changed",
+                            fqn,
+                            found="another tensor has replaced the sharded one",
+                            hint="undo later calls first, or put the sharded tensor back",
+                        )
+                    )
             grad = "no gradient" if placed.value.grad is None else f"with a gradient of {placed.value.grad.dtype}"
             lines.append(f"undo {placed.name}: {placed.value.dtype}, {grad}".replace("torch.", ""))
         raise_problems(problems)

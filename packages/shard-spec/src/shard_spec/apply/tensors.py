@@ -88,8 +88,17 @@ def action_of(
     if replaces:
         problems += replacing_problems(tensor, name)
     if needs_values and tensor.is_meta:
-        hint = "load values first, or use source='meta' of plan.apply; only the source rank needs values of its own"
-        problems.append(Problem("no-data", name, found="a meta tensor where values are needed", hint=hint))
+        problems.append(
+            Problem(
+                "no-data",
+                name,
+                found="a meta tensor where values are needed",
+                hint=(
+                    "load values first, or use source='meta' of plan.apply; only the source "
+                    "rank needs values of its own"
+                ),
+            )
+        )
     chosen = None if layout is None else choose_format(layout, metadata.shape, name, local=local, strided=local)
     if isinstance(chosen, Problem):
         problems.append(chosen)
@@ -102,19 +111,43 @@ def action_of(
 def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
     """Return what would be lost or wrong if a DTensor replaced ``tensor``."""
     if is_sharded(tensor):
-        reason, hint = "it is sharded already", "undo that first, or leave it out of the plan"
-        return [Problem("already-applied", name, found=reason, hint=hint)]
+        return [
+            Problem(
+                "already-applied",
+                name,
+                found="it is sharded already",
+                hint="undo that first, or leave it out of the plan",
+            )
+        ]
     problems = []
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
-        reason = f"a {type(tensor).__qualname__} of layout {tensor.layout}"
-        problems.append(Problem("unsupported-tensor", name, found=reason, hint="only plain dense tensors are sharded"))
+        problems.append(
+            Problem(
+                "unsupported-tensor",
+                name,
+                found=f"a {type(tensor).__qualname__} of layout {tensor.layout}",
+                hint="only plain dense tensors are sharded",
+            )
+        )
     if tensor.grad is not None:
-        reason, hint = "it has a gradient, which would be lost", "call zero_grad(set_to_none=True) first"
-        problems.append(Problem("unsupported-tensor", name, found=reason, hint=hint))
+        problems.append(
+            Problem(
+                "unsupported-tensor",
+                name,
+                found="it has a gradient, which would be lost",
+                hint="call zero_grad(set_to_none=True) first",
+            )
+        )
     # Other hooks than ours would be lost with the tensor.
     if any(not isinstance(hook, SumGradient) for hook in _torch_compat.tensor_hooks(tensor)):
-        reason, hint = "it has gradient hooks, which would be lost", "register them after sharding"
-        problems.append(Problem("unsupported-tensor", name, found=reason, hint=hint))
+        problems.append(
+            Problem(
+                "unsupported-tensor",
+                name,
+                found="it has gradient hooks, which would be lost",
+                hint="register them after sharding",
+            )
+        )
     return problems
 
 
@@ -122,13 +155,25 @@ def replica_problems(owners: list[nn.Module], name: str) -> list[Problem]:
     """Return options of a tensor's modules that need the ids of the full batch."""
     problems = []
     if any(getattr(owner, "sparse", False) is True for owner in owners):
-        hint = "turn sparse=True off: the gradients of replicated parameters are summed over the ranks"
-        problems.append(Problem("sparse-gradient", name, found="a module with sparse gradients", hint=hint))
+        problems.append(
+            Problem(
+                "sparse-gradient",
+                name,
+                found="a module with sparse gradients",
+                hint="turn sparse=True off: the gradients of replicated parameters are summed over the ranks",
+            )
+        )
     for option in ("max_norm", "scale_grad_by_freq"):
         # Each rank would scale by the ids of its own rows alone, and replicas would drift apart.
         if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) and getattr(owner, option) for owner in owners):
-            hint = "shard this table, or leave the option out"
-            problems.append(Problem("unsupported-option", name, found=f"a replicated table with {option}", hint=hint))
+            problems.append(
+                Problem(
+                    "unsupported-option",
+                    name,
+                    found=f"a replicated table with {option}",
+                    hint="shard this table, or leave the option out",
+                )
+            )
     return problems
 
 

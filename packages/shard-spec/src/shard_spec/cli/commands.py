@@ -65,9 +65,14 @@ def run_explain(arguments: argparse.Namespace) -> int:
     )  # rules alone have an explanation
     patterns = [rule.pattern for rule in plan.rules if rule.pattern is not None]
     if arguments.name and metadata is None and not any(each.matches(arguments.name) for each in patterns):
-        text = "no rule names such a tensor; if the model has it, it is replicated"
-        hint = near_names(arguments.name, [each.text for each in patterns], "pass --model to look it up there")
-        raise PlanError(Problem("unknown-name", arguments.name, found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "unknown-name",
+                arguments.name,
+                found="no rule names such a tensor; if the model has it, it is replicated",
+                hint=near_names(arguments.name, [each.text for each in patterns], "pass --model to look it up there"),
+            )
+        )
     text = plan.explain(arguments.name, metadata)
     print(json.dumps({"explanation": text, "digest": plan.digest}) if arguments.json else text)
     return 0

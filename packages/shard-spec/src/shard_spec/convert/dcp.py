@@ -100,11 +100,23 @@ def to_dcp(
             continue
         layout = resolution.layouts.get(resolution.tensor(name).name) if name in shapes else None
         if layout is None:
-            hint = "state dicts are keyed by the FQNs of the model that the plan is for"
-            problems.append(Problem("unknown-name", name, found="the plan has no layout for it", hint=hint))
+            problems.append(
+                Problem(
+                    "unknown-name",
+                    name,
+                    found="the plan has no layout for it",
+                    hint="state dicts are keyed by the FQNs of the model that the plan is for",
+                )
+            )
         elif layout.mesh.coordinate(rank) is None:
-            hint = "leave it out on ranks that hold nothing of it"
-            problems.append(Problem("rank-outside-mesh", name, found=f"rank {rank} on {layout.mesh}", hint=hint))
+            problems.append(
+                Problem(
+                    "rank-outside-mesh",
+                    name,
+                    found=f"rank {rank} on {layout.mesh}",
+                    hint="leave it out on ranks that hold nothing of it",
+                )
+            )
         elif tuple(value.shape) != layout.local_shape(rank, shapes[name]):
             expected = layout.local_shape(rank, shapes[name])
             problems.append(_shape_problem(name, tuple(value.shape), expected, layout, rank))
@@ -184,11 +196,21 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
     )
     for name in dict.fromkeys(name for values, _ in states for name in values):
         if len({values[name] for values, _ in states if name in values}) > 1:  # compared among ranks that hold the name
-            text = "a plain tensor that differs between ranks: a checkpoint would keep one rank's values"
-            all_problems.append(Problem("ranks-disagree", name, found=text, hint=hint))
+            all_problems.append(
+                Problem(
+                    "ranks-disagree",
+                    name,
+                    found="a plain tensor that differs between ranks: a checkpoint would keep one rank's values",
+                    hint=hint,
+                )
+            )
     return all_problems
 
 
 def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...], layout: Layout, rank: int) -> Problem:
-    reason = f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}"
-    return Problem("shape-mismatch", name, found=reason, hint="pass the local tensors of the plan's layout")
+    return Problem(
+        "shape-mismatch",
+        name,
+        found=f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}",
+        hint="pass the local tensors of the plan's layout",
+    )

@@ -65,20 +65,37 @@ def from_hf_tp_plan(
     metadata = metadata_of(module)
     tp_styles: Any = tp_plan  # may come from a file, of any type
     if not isinstance(tp_styles, Mapping) or not all(isinstance(key, str) for key in tp_styles):
-        reason = f"{tp_styles!r:.200} of type {type(tp_styles).__name__}"
-        raise PlanError(Problem("invalid-plan", "tp_plan", found=reason, hint="a mapping from module name to style"))
+        raise PlanError(
+            Problem(
+                "invalid-plan",
+                "tp_plan",
+                found=f"{tp_styles!r:.200} of type {type(tp_styles).__name__}",
+                hint="a mapping from module name to style",
+            )
+        )
     styles = {prefix + key: style for key, style in tp_styles.items()}  # base models lack the prefix
     problems = []  # before the model is matched
     for key, style in styles.items():
         if not isinstance(style, str):
-            reason, hint = f"{style!r:.200} of type {type(style).__name__}", "a style is text, such as 'colwise'"
-            problems.append(not_expressible(key, reason, hint))
+            problems.append(
+                not_expressible(
+                    key, f"{style!r:.200} of type {type(style).__name__}", "a style is text, such as 'colwise'"
+                )
+            )
         elif style in _FORWARD_STYLES and forward != "drop":
-            hint = "pass forward='drop' to take only the layout of its parameters"
-            problems.append(not_expressible(key, f"style {style!r} changes what forward does", hint))
+            problems.append(
+                not_expressible(
+                    key,
+                    f"style {style!r} changes what forward does",
+                    "pass forward='drop' to take only the layout of its parameters",
+                )
+            )
         elif style not in (*_STYLES, *_FORWARD_STYLES):
-            hint = f"styles that can be read: {', '.join((*_STYLES, *_FORWARD_STYLES))}"
-            problems.append(not_expressible(key, f"style {style!r}", hint))
+            problems.append(
+                not_expressible(
+                    key, f"style {style!r}", f"styles that can be read: {', '.join((*_STYLES, *_FORWARD_STYLES))}"
+                )
+            )
     raise_problems(problems, "the tp_plan has styles that a sharding plan cannot express")
     used: set[str] = set()
     values: dict[str, Layout | None] = {}  # by each name: those of one tensor may differ, which validate() reports
@@ -99,8 +116,16 @@ def from_hf_tp_plan(
         if styles.get(name) in _GATHERS:
             output[path] = Layout.replicated(mesh)  # forward gathers the output
     used |= {key for key in styles if key in generic.values()}
-    hint, reason = "a config's base_model_tp_plan needs prefix='model.'", "no module or parameter has this name"
-    unused = [Problem("unmatched-pattern", key, found=reason, hint=hint) for key in styles if key not in used]
+    unused = [
+        Problem(
+            "unmatched-pattern",
+            key,
+            found="no module or parameter has this name",
+            hint="a config's base_model_tp_plan needs prefix='model.'",
+        )
+        for key in styles
+        if key not in used
+    ]
     raise_problems(unused, "the tp_plan does not fit the model")
     buffers = [alias for tensor in metadata.buffers for alias in tensor.aliases]
     rules = glob_rules(values, (), buffers)
@@ -122,14 +147,20 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
         if style == "colwise" and output == "whole":
             style = "colwise_gather_output"
         elif output not in (None, by_itself.get(style)):
-            text = f"the output layout {output} of style {style}"
-            problems.append(not_expressible(path, text, "leave the output layout out"))
+            problems.append(
+                not_expressible(path, f"the output layout {output} of style {style}", "leave the output layout out")
+            )
         by_name.setdefault(generic_name(path), {})[path] = style
     styles = {}
     for name, style_names in by_name.items():
         if len(set(style_names.values())) > 1:  # layers differ
-            text = ", ".join(f"{path}: {style or 'whole'}" for path, style in style_names.items())
-            problems.append(not_expressible(name, text, "a tp_plan has one style for all layer numbers"))
+            problems.append(
+                not_expressible(
+                    name,
+                    ", ".join(f"{path}: {style or 'whole'}" for path, style in style_names.items()),
+                    "a tp_plan has one style for all layer numbers",
+                )
+            )
         elif "" not in style_names.values():
             styles[name] = next(iter(style_names.values()))
     # Modules with further names of tied tensors only: an embedding's rows are a head's rows.
@@ -157,11 +188,20 @@ def from_distributed_config(config: object, module: nn.Module) -> tuple[dict[str
     sizes = ("pp_size", "dp_replicate_size", "fsdp_size", "tp_size", "ep_size")
     pp, replicas, fsdp, tp, ep = (int(settings.get(name) or 1) for name in sizes)
     if pp > 1:
-        text = f"{pp} stages; which layers each holds is not in it"
-        raise PlanError(not_expressible("pp_size", text, "import the plan of one stage"))
+        raise PlanError(
+            not_expressible(
+                "pp_size", f"{pp} stages; which layers each holds is not in it", "import the plan of one stage"
+            )
+        )
     if ep > 1 and (ep % tp or (fsdp * tp) % ep):
-        hint = "ep_size is a multiple of tp_size and divides fsdp_size * tp_size"
-        raise PlanError(Problem("invalid-mesh", "ep_size", found=f"ep {ep}, tp {tp}, fsdp {fsdp}", hint=hint))
+        raise PlanError(
+            Problem(
+                "invalid-mesh",
+                "ep_size",
+                found=f"ep {ep}, tp {tp}, fsdp {fsdp}",
+                hint="ep_size is a multiple of tp_size and divides fsdp_size * tp_size",
+            )
+        )
     inner = max(ep // tp, 1)  # ranks of an expert group beside tp
     axes = {"dp_replicate": replicas, "efsdp" if inner > 1 else "fsdp": fsdp // inner, "ep": inner, "tp": tp}
     mesh = MeshSpec({name: size for name, size in axes.items() if size > 1} or {"tp": 1})  # a mesh needs an axis
@@ -174,8 +214,15 @@ def from_distributed_config(config: object, module: nn.Module) -> tuple[dict[str
         own, configured = dict(getattr(module, which, None) or {}), settings.get(which)
         configured = configured if isinstance(configured, Mapping) else None
         unknown = [str(key) for key in configured or () if key not in {*names, *own}]  # a typo would replicate silently
-        hint = "use the names of modules and parameters, '*' for layer numbers"
-        raise_problems(Problem("unmatched-pattern", key, found=f"in {which}", hint=hint) for key in unknown)
+        raise_problems(
+            Problem(
+                "unmatched-pattern",
+                key,
+                found=f"in {which}",
+                hint="use the names of modules and parameters, '*' for layer numbers",
+            )
+            for key in unknown
+        )
         # An empty tp_plan turns the model's own off.
         merged = {} if which == "tp_plan" and configured == {} else {**own, **(configured or {})}
         plans[which] = {k: v for k, v in merged.items() if k in names and size > 1}  # a model's own may have more
@@ -194,8 +241,13 @@ def from_distributed_config(config: object, module: nn.Module) -> tuple[dict[str
         if "ep" in mesh.axis_names and not by_group:
             wanted = _in_order(dense, {name: cuts[name] for name in ("tp", "fsdp") if name in cuts}, ["tp", "fsdp"])
             if not layouts[tensor.name].equivalent_to(wanted, tensor.shape):
-                text = f"rows of {list(tensor.shape)} over fsdp={fsdp}, of which experts take {inner}, do not divide"
-                problems.append(not_expressible(tensor.name, text, "choose sizes that divide its rows"))
+                problems.append(
+                    not_expressible(
+                        tensor.name,
+                        f"rows of {list(tensor.shape)} over fsdp={fsdp}, of which experts take {inner}, do not divide",
+                        "choose sizes that divide its rows",
+                    )
+                )
     raise_problems(problems, "one mesh cannot express both views of the ranks")
     roles = {"dp_replicate": "data", "fsdp": "data", "efsdp": "data", "ep": "expert", "tp": "model"}
     return layouts, {axis: roles[axis] for axis in mesh.axis_names}

@@ -33,16 +33,27 @@ def one_axis_problems(found: Resolution, axis: str, target: str) -> list[Problem
     for name, layout in found.layouts.items():
         for other in layout.sharded_axes:
             if other != axis and layout.mesh.axis_size(other) > 1:
-                reason = f"{layout}: {target} is about one axis, here {axis}"
-                hint = f"replicate along {other} here, and shard along it by other means (fully_shard, ...)"
-                problems.append(not_expressible(name, reason, hint, axis=other))
+                problems.append(
+                    not_expressible(
+                        name,
+                        f"{layout}: {target} is about one axis, here {axis}",
+                        f"replicate along {other} here, and shard along it by other means (fully_shard, ...)",
+                        axis=other,
+                    )
+                )
     return problems + sharder_problems(found, target)
 
 
 def sharder_problems(found: Resolution, target: str) -> list[Problem]:
     """Report modules with a Sharder: no target can express one."""
-    hint = "leave the Sharder out of the plan that you convert"
-    return [not_expressible(path, f"a Sharder shards it; {target} cannot express how", hint) for path in found.sharders]
+    return [
+        not_expressible(
+            path,
+            f"a Sharder shards it; {target} cannot express how",
+            "leave the Sharder out of the plan that you convert",
+        )
+        for path in found.sharders
+    ]
 
 
 def to_dtensor_placements(
@@ -57,8 +68,13 @@ def to_dtensor_placements(
             if rule.layout is not None:
                 placements[rule.key] = _said(rule.key, rule.layout, None, problems)
             elif not rule.problems:
-                hint = "pass the model: placements of specs depend on shapes"
-                problems.append(not_expressible(rule.key, f"a {rule.kind}, not placements", hint))
+                problems.append(
+                    not_expressible(
+                        rule.key,
+                        f"a {rule.kind}, not placements",
+                        "pass the model: placements of specs depend on shapes",
+                    )
+                )
     else:
         resolved = resolve(plan, module)
         problems += sharder_problems(resolved, "a DTensor")
@@ -73,8 +89,13 @@ def to_dtensor_placements(
 def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: list[Problem]) -> tuple[Placement, ...]:
     specs, why = dtensor_specs(layout, shape)  # shape decides: some orders need it
     if why is not None:
-        hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
-        problems.append(not_expressible(name, f"{layout}: {why}", hint))
+        problems.append(
+            not_expressible(
+                name,
+                f"{layout}: {why}",
+                "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters",
+            )
+        )
         return ()  # a placeholder: the problem is raised at the end
     return tuple(dtensor_placement(spec) for spec in specs)
 
@@ -101,8 +122,13 @@ def to_parallelize_plan(
     problems = one_axis_problems(resolution, axis, "a parallelize_plan")
     for tensor in resolution.metadata.parameters:
         if len(tensor.aliases) > 1 and cut_dim(resolution.layouts.get(tensor.name), tensor, axis) is not None:
-            reason = f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module"
-            problems.append(not_expressible(tensor.name, reason, "use plan.apply, which keeps them tied"))
+            problems.append(
+                not_expressible(
+                    tensor.name,
+                    f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module",
+                    "use plan.apply, which keeps them tied",
+                )
+            )
     styles: dict[str, ParallelStyle] = {}
     outputs: dict[str | None, Any] = {"whole": Replicate(), "last": Shard(-1), None: None}
     for path, tensors in tensors_by_module(resolution.metadata).items():
@@ -118,12 +144,22 @@ def to_parallelize_plan(
             styles[path] = kind(**ids, output_layouts=outputs[output])
     for path in plan.output_plan or {}:
         if path not in styles:
-            reason = "its parameters are replicated, so no style carries its output layout"
-            problems.append(not_expressible(f"output_plan[{path!r}]", reason, "use PrepareModuleOutput there yourself"))
+            problems.append(
+                not_expressible(
+                    f"output_plan[{path!r}]",
+                    "its parameters are replicated, so no style carries its output layout",
+                    "use PrepareModuleOutput there yourself",
+                )
+            )
     for path in plan.return_local_tensor or ():
         if path not in styles:
-            reason = "return_local_tensor of a module whose parameters are replicated"
-            problems.append(not_expressible(path, reason, "leave it out: its output is a plain tensor already"))
+            problems.append(
+                not_expressible(
+                    path,
+                    "return_local_tensor of a module whose parameters are replicated",
+                    "leave it out: its output is a plain tensor already",
+                )
+            )
     raise_problems(problems, "parallelize_module cannot express this plan")
     return styles
 
@@ -185,5 +221,11 @@ def style_of_module(
         else:
             return style, output_of(plan, path, axis)
     text = ", ".join(f"{tensor.name.rsplit('.', 1)[-1]} {layouts[tensor.name]}" for tensor in tensors)
-    hint = "styles shard a Linear's weight and bias by rows, its weight by columns, or an Embedding; or use tp-styles"
-    raise PlanError(not_expressible(path, f"a {kind or 'module'} with {text}", hint, axis=axis))
+    raise PlanError(
+        not_expressible(
+            path,
+            f"a {kind or 'module'} with {text}",
+            "styles shard a Linear's weight and bias by rows, its weight by columns, or an Embedding; or use tp-styles",
+            axis=axis,
+        )
+    )

@@ -19,13 +19,23 @@ T = TypeVar("T")
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the given group, or the default group."""
     if not (dist.is_available() and dist.is_initialized()):
-        reason = "torch.distributed is not initialized"
-        hint = "call torch.distributed.init_process_group first; planning needs no process group"
-        raise PlanError(Problem("no-process-group", found=reason, hint=hint))
+        raise PlanError(
+            Problem(
+                "no-process-group",
+                found="torch.distributed is not initialized",
+                hint="call torch.distributed.init_process_group first; planning needs no process group",
+            )
+        )
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        reason = f"rank {dist.get_rank()} is not in the process group it passed"
-        raise PlanError(Problem("rank-outside-mesh", "process_group", found=reason, hint="call it on members only"))
+        raise PlanError(
+            Problem(
+                "rank-outside-mesh",
+                "process_group",
+                found=f"rank {dist.get_rank()} is not in the process group it passed",
+                hint="call it on members only",
+            )
+        )
     return group
 
 
@@ -52,8 +62,7 @@ def source_problems(src_rank: object, size: int) -> list[Problem]:
     """Report a source that is no rank of the group."""
     if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
         return []
-    hint = f"a rank in the group, 0 to {size - 1}"
-    return [Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint)]
+    return [Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=f"a rank in the group, 0 to {size - 1}")]
 
 
 def take(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:

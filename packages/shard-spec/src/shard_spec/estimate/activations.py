@@ -146,9 +146,14 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
     transfers = unit_transfers(resolution, roles, options)
     policy = policy_of(options)
     if getattr(type(module), "forward", None) is nn.Module.forward:  # nn.Module's own raises
-        text = f"a {type(module).__name__} has no forward, so its activations are unknown"
-        hint = "give a module whose forward calls its parts, or count their forwards one by one"
-        raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "unverified",
+                "batch",
+                found=f"a {type(module).__name__} has no forward, so its activations are unknown",
+                hint="give a module whose forward calls its parts, or count their forwards one by one",
+            )
+        )
     model_axes, gathers = list(roles.axes("model")), loss != "vocab-parallel"
     sizes = unit_bytes(resolution, transfers, units, dtype)
     compute = policy["param_dtype"] or dtype
@@ -260,9 +265,14 @@ class Step(nn.Module):
         if logits is not None:
             self.first_of_loss = flow.alive.get(memory_of(logits))
         if self._loss == "vocab-parallel" and not (logits is not None and flow.is_sharded(logits)):
-            found = "loss='vocab-parallel', and the plan shards no logits of this model along a model axis"
-            hint = "shard the head's vocabulary, as MegatronPlanner does, or use the loss 'causal-lm'"
-            raise PlanError(Problem("conflicting-arguments", "loss", found=found, hint=hint))
+            raise PlanError(
+                Problem(
+                    "conflicting-arguments",
+                    "loss",
+                    found="loss='vocab-parallel', and the plan shards no logits of this model along a model axis",
+                    hint="shard the head's vocabulary, as MegatronPlanner does, or use the loss 'causal-lm'",
+                )
+            )
         timeline.begin("loss")
         scalars = self._scalars(output, logits)
         if logits is None or not logits.requires_grad:
@@ -486,9 +496,12 @@ def needs_values(error: Exception | None) -> Problem:
     own = [frame for frame in frames if not frame.filename.startswith(library)]
     where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
     cause = f" ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})" if error else ""
-    found = f"the forward reads a tensor's value, and shapes have none{where}{cause}"
-    hint = "measure this model, or estimate it without this line: masks and sizes from integer inputs are followed"
-    return Problem("unverified", "batch", found=found, hint=hint)
+    return Problem(
+        "unverified",
+        "batch",
+        found=f"the forward reads a tensor's value, and shapes have none{where}{cause}",
+        hint="measure this model, or estimate it without this line: masks and sizes from integer inputs are followed",
+    )
 
 
 class _Values:

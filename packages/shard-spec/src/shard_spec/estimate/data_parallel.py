@@ -78,8 +78,17 @@ def units_of(metadata: ModelMetadata, units: Iterable[str] | None) -> dict[str, 
         names = [name for name in metadata.modules if name and any(each.matches(name) for each in patterns)]
         unused = [each.text for each in patterns if not any(each.matches(name) for name in metadata.modules)]
         if unused:
-            hint = "FQNs of modules that fully_shard wraps, or patterns of them"
-            raise PlanError([Problem("unmatched-pattern", text, found="no module", hint=hint) for text in unused])
+            raise PlanError(
+                [
+                    Problem(
+                        "unmatched-pattern",
+                        text,
+                        found="no module",
+                        hint="FQNs of modules that fully_shard wraps, or patterns of them",
+                    )
+                    for text in unused
+                ]
+            )
     members: dict[str, list[TensorMetadata]] = {name: [] for name in (*names, "")}
     for tensor in metadata.parameters:
         above = [name for name in names if tensor.name.startswith(f"{name}.")]

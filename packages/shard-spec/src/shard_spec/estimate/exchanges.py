@@ -113,9 +113,15 @@ class Exchanges:
             key, value = self._along_context((key, value), shapes, "all_gather", "reduce_scatter")
             return attention(query, key, value, mask)
         if query.shape[-3] % self._ranks:
-            reason = f"{query.shape[-3]} heads over {self._ranks} ranks"
-            hint = "context='gather' takes any number of heads"
-            raise PlanError(Problem("does-not-divide", "context", axis=self._context[0], found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "does-not-divide",
+                    "context",
+                    axis=self._context[0],
+                    found=f"{query.shape[-3]} heads over {self._ranks} ranks",
+                    hint="context='gather' takes any number of heads",
+                )
+            )
         shapes = [
             (*each.shape[:-3], -(-each.shape[-3] // self._ranks), each.shape[-2] * self._ranks, each.shape[-1])
             for each in (query, key, value)

@@ -206,10 +206,24 @@ def _of_patterns(rules: Mapping[Any, Any], metadata: ModelMetadata) -> Optimizer
             by_name[tensor.name] = states[key]
             used.add(key)
         elif tensor.requires_grad:
-            hint = "add a pattern for it, or '**' at the end for the rest"
-            problems.append(Problem("unmatched-pattern", tensor.name, found="no optimizer of the mapping", hint=hint))
-    text, hint = "no parameter is left for this optimizer", "remove it, or put it before the wider pattern"
-    problems += [Problem("unmatched-pattern", str(key), found=text, hint=hint) for key in rules if key not in used]
+            problems.append(
+                Problem(
+                    "unmatched-pattern",
+                    tensor.name,
+                    found="no optimizer of the mapping",
+                    hint="add a pattern for it, or '**' at the end for the rest",
+                )
+            )
+    problems += [
+        Problem(
+            "unmatched-pattern",
+            str(key),
+            found="no parameter is left for this optimizer",
+            hint="remove it, or put it before the wider pattern",
+        )
+        for key in rules
+        if key not in used
+    ]
     if problems:
         raise PlanError(problems)
     name = " + ".join(dict.fromkeys(state.name for state in states.values()))
@@ -231,9 +245,17 @@ def _of_instance(optimizer: torch.optim.Optimizer, metadata: ModelMetadata, modu
     names = {name: id(each) for name, each in named}
     by_name = {t.name: states[owners[names[t.name]]] for t in metadata.parameters if names.get(t.name) in owners}
     if not by_name:
-        hint = f"build it from this model's parameters, or pass the class {kind.__name__} or a functools.partial of it"
-        text = "it holds no parameter of this model"
-        raise PlanError(Problem("not-in-optimizer", "optimizer", found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "not-in-optimizer",
+                "optimizer",
+                found="it holds no parameter of this model",
+                hint=(
+                    f"build it from this model's parameters, or pass the class {kind.__name__} or "
+                    "a functools.partial of it"
+                ),
+            )
+        )
     return OptimizerChoice(kind.__name__, OPTIMIZERS["none"], by_name)
 
 
@@ -262,9 +284,21 @@ def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: S
         step = run(local, foreach=True)[2] if accepts else loop
     except Exception as error:  # another library's code
         line = (str(error).splitlines() or [""])[0][:200]
-        found = f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}"
-        raise PlanError(Problem("unverified", "optimizer", found=found, hint=hint)) from error
+        raise PlanError(
+            Problem(
+                "unverified",
+                "optimizer",
+                found=f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}",
+                hint=hint,
+            )
+        ) from error
     if factored and local != full:
-        found = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
-        raise PlanError(Problem("unverified", "optimizer", found=found, hint=hint))
+        raise PlanError(
+            Problem(
+                "unverified",
+                "optimizer",
+                found=f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}",
+                hint=hint,
+            )
+        )
     return OptimizerCost(num_bytes, step, loop)

@@ -79,8 +79,14 @@ def forward_inputs(
     if not is_token_batch(batch):
         return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
     if isinstance(batch, int) or len(batch) != 2 or min(batch) < 1:  # tokens alone have no shape
-        hint = "give (sequences, length), or what one rank passes to forward"
-        raise PlanError(Problem("invalid-argument", "batch", found=f"{batch!r:.100}", hint=hint))
+        raise PlanError(
+            Problem(
+                "invalid-argument",
+                "batch",
+                found=f"{batch!r:.100}",
+                hint="give (sequences, length), or what one rank passes to forward",
+            )
+        )
     local, problems = [], []
     context = roles.axes("context")
     sides = ("sequences", [axis for axis in roles.data if axis not in context]), ("tokens of a sequence", context)
@@ -88,8 +94,15 @@ def forward_inputs(
         ranks = prod(map(mesh.axis_size, axes))
         local.append(size // ranks)
         if size % ranks:
-            found, hint = f"{size} {what} over {ranks} ranks of {', '.join(axes)}", f"give a multiple of {ranks}"
-            problems.append(Problem("does-not-divide", "batch", axis=axes[0], found=found, hint=hint))
+            problems.append(
+                Problem(
+                    "does-not-divide",
+                    "batch",
+                    axis=axes[0],
+                    found=f"{size} {what} over {ranks} ranks of {', '.join(axes)}",
+                    hint=f"give a multiple of {ranks}",
+                )
+            )
     raise_problems(problems)
     tokens = torch.zeros(*local, dtype=torch.long, device="meta")
     if "input_ids" in inspect.signature(module.forward).parameters:  # transformers

@@ -67,8 +67,14 @@ def stages_of(resolution: Resolution) -> Stages | None:
         return None
     axes = sorted({axis for layout in staged.values() for axis in layout.stages})
     if len(axes) > 1:
-        hint = "write all stages along one axis"
-        raise PlanError(Problem("conflicting-arguments", "stages", found=f"along {', '.join(axes)}", hint=hint))
+        raise PlanError(
+            Problem(
+                "conflicting-arguments",
+                "stages",
+                found=f"along {', '.join(axes)}",
+                hint="write all stages along one axis",
+            )
+        )
     first: dict[str, int] = {}
     below: dict[str, set[int]] = {}  # of modules with parameters: others run wherever they are called
     for tensor in resolution.metadata.parameters:

@@ -85,11 +85,18 @@ def check_options(options: StepOptions) -> None:
     loss: Any = options.get("loss", "causal-lm")
     accumulate: Any = options.get("accumulate", 1)  # callers are untyped
     if isinstance(loss, str) and loss not in LOSSES:
-        hint = f"one of {', '.join(map(repr, LOSSES))}, a function loss(output, batch), or None"
-        problems.append(Problem("invalid-argument", "loss", found=repr(loss), hint=hint))
+        problems.append(
+            Problem(
+                "invalid-argument",
+                "loss",
+                found=repr(loss),
+                hint=f"one of {', '.join(map(repr, LOSSES))}, a function loss(output, batch), or None",
+            )
+        )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        hint = "a number of batches, 1 or more"
-        problems.append(Problem("invalid-argument", "accumulate", found=repr(accumulate), hint=hint))
+        problems.append(
+            Problem("invalid-argument", "accumulate", found=repr(accumulate), hint="a number of batches, 1 or more")
+        )
     for name, values in (
         ("sync", ("each", "last")),
         ("ddp", (None, "buckets", "views")),
@@ -101,11 +108,23 @@ def check_options(options: StepOptions) -> None:
     zero: Any = options.get("zero")
     if zero not in (None, 1) or isinstance(zero, bool):
         ways = {2: "plan with FullyShardPlanner and pass reshard_after_forward=False", 3: "plan with FullyShardPlanner"}
-        hint = ways.get(zero, "1, or None") if isinstance(zero, int) else "1, or None"
-        problems.append(Problem("invalid-argument", "zero", found=repr(zero), hint=hint))
+        problems.append(
+            Problem(
+                "invalid-argument",
+                "zero",
+                found=repr(zero),
+                hint=ways.get(zero, "1, or None") if isinstance(zero, int) else "1, or None",
+            )
+        )
     if options.get("sync") == "last" and accumulate == 1:
-        text, hint = "gradients are reduced once anyway", "pass accumulate= with the number of batches, or leave it out"
-        problems.append(Problem("conflicting-arguments", "sync", found=text, hint=hint))
+        problems.append(
+            Problem(
+                "conflicting-arguments",
+                "sync",
+                found="gradients are reduced once anyway",
+                hint="pass accumulate= with the number of batches, or leave it out",
+            )
+        )
     raise_problems(problems)
 
 
@@ -127,9 +146,21 @@ def check_effects(options: StepOptions, *, shards: bool, replicates: bool) -> No
         if options.get(name) not in (None, True) and not shards:
             problems.append(Problem("conflicting-arguments", name, found=text, hint=hint))
     if options.get("zero") and (shards or not replicates):
-        text = "ZeroRedundancyOptimizer shares out the state of replicas along a data axis of several ranks"
-        problems.append(Problem("conflicting-arguments", "zero", found=text, hint="leave it out for this plan"))
+        problems.append(
+            Problem(
+                "conflicting-arguments",
+                "zero",
+                found="ZeroRedundancyOptimizer shares out the state of replicas along a data axis of several ranks",
+                hint="leave it out for this plan",
+            )
+        )
     if options.get("ddp") and (shards or not replicates):
-        text = "DistributedDataParallel wraps models that are replicated along a data axis of several ranks"
-        problems.append(Problem("conflicting-arguments", "ddp", found=text, hint="leave it out for this plan"))
+        problems.append(
+            Problem(
+                "conflicting-arguments",
+                "ddp",
+                found="DistributedDataParallel wraps models that are replicated along a data axis of several ranks",
+                hint="leave it out for this plan",
+            )
+        )
     raise_problems(problems)

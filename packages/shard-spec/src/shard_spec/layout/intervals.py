@@ -58,8 +58,13 @@ class Box:
         object.__setattr__(self, "sizes", tuple(int(size) for size in self.sizes))
         problems = []
         if len(self.offsets) != len(self.sizes):
-            reason = f"{len(self.offsets)} offsets and {len(self.sizes)} sizes"
-            problems.append(Problem("shape-mismatch", found=reason, hint="give one offset and one size for each dim"))
+            problems.append(
+                Problem(
+                    "shape-mismatch",
+                    found=f"{len(self.offsets)} offsets and {len(self.sizes)} sizes",
+                    hint="give one offset and one size for each dim",
+                )
+            )
         if any(value < 0 for value in (*self.offsets, *self.sizes)):
             problems.append(Problem("box-out-of-range", found=f"{self!r}", hint="offsets and sizes are at least 0"))
         raise_problems(problems)
@@ -86,8 +91,13 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """Return the intersection of two boxes, or None if they share no element."""
         if self.ndim != other.ndim:
-            reason = f"boxes of {self.ndim} and {other.ndim} dims"
-            raise PlanError(Problem("shape-mismatch", found=reason, hint="intersect boxes of the same global tensor"))
+            raise PlanError(
+                Problem(
+                    "shape-mismatch",
+                    found=f"boxes of {self.ndim} and {other.ndim} dims",
+                    hint="intersect boxes of the same global tensor",
+                )
+            )
         offsets, sizes = [], []
         for offset, size, other_offset, other_size in zip(
             self.offsets, self.sizes, other.offsets, other.sizes, strict=True

@@ -161,9 +161,16 @@ class Layout:
         problems = []
         for axis, spec in zip(self.mesh.axis_names, self.specs, strict=True):
             if spec.dim is not None and not -len(shape) <= spec.dim < len(shape):
-                reason = f"a tensor of shape {shape} has {len(shape)} dims"
-                hint = f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated"
-                problems.append(Problem("dim-out-of-range", name, spec.dim, axis, reason, hint))
+                problems.append(
+                    Problem(
+                        "dim-out-of-range",
+                        name,
+                        spec.dim,
+                        axis,
+                        f"a tensor of shape {shape} has {len(shape)} dims",
+                        f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated",
+                    )
+                )
         # The sizes of sections and of uneven shards, once the dims are valid.
         for dim, cuts in () if problems else cuts_by_dim(self, len(shape)):
             lengths = {shape[dim]}
@@ -194,8 +201,14 @@ class Layout:
         intervals = self.intervals(rank, shape)
         for dim, along in enumerate(intervals):
             if len(along) > 1:
-                text = f"rank {rank} holds {len(along)} separate intervals"
-                raise PlanError(Problem("not-a-grid", dim=dim, found=text, hint="ask boxes(rank, shape)"))
+                raise PlanError(
+                    Problem(
+                        "not-a-grid",
+                        dim=dim,
+                        found=f"rank {rank} holds {len(along)} separate intervals",
+                        hint="ask boxes(rank, shape)",
+                    )
+                )
         return tuple(along[0][0] for along in intervals)
 
     def intervals(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
@@ -274,8 +287,13 @@ class Layout:
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
-            reason = f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})"
-            raise PlanError(Problem("rank-outside-mesh", found=reason, hint="ask for a rank in mesh.ranks"))
+            raise PlanError(
+                Problem(
+                    "rank-outside-mesh",
+                    found=f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})",
+                    hint="ask for a rank in mesh.ranks",
+                )
+            )
         return coordinate
 
 
@@ -285,8 +303,13 @@ def _specs_by_axis(
     if not isinstance(placements, Mapping):
         listed = list(placements)
         if len(listed) != len(mesh.axis_names):
-            reason = f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}"
-            raise PlanError(Problem("argument-count", found=reason, hint="give one for each axis, or a mapping"))
+            raise PlanError(
+                Problem(
+                    "argument-count",
+                    found=f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}",
+                    hint="give one for each axis, or a mapping",
+                )
+            )
         placements = dict(zip(mesh.axis_names, listed, strict=True))
     specs: dict[str, PlacementSpec] = {}
     problems: list[Problem] = []
@@ -305,17 +328,37 @@ def _axis_problems(
     problems = [unknown_axis(axis, mesh) for axis in by_axis if axis not in mesh.axis_names]
     for axis, size, spec in zip(mesh.axis_names, mesh.shape, specs, strict=True):
         if isinstance(spec, UnevenShard) and len(spec.sizes) != size:
-            reason, hint = f"{len(spec.sizes)} sizes for {size} ranks", "one size for each rank"
-            problems.append(Problem("argument-count", dim=spec.dim, axis=axis, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "argument-count",
+                    dim=spec.dim,
+                    axis=axis,
+                    found=f"{len(spec.sizes)} sizes for {size} ranks",
+                    hint="one size for each rank",
+                )
+            )
         if isinstance(spec, StageShard) and spec.stage >= size:
-            reason, hint = f"stage {spec.stage} of {size}", f"stages are 0 to {size - 1}"
-            problems.append(Problem("index-out-of-range", axis=axis, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "index-out-of-range",
+                    axis=axis,
+                    found=f"stage {spec.stage} of {size}",
+                    hint=f"stages are 0 to {size - 1}",
+                )
+            )
     for axis in order:
         if axis not in mesh.axis_names:
             problems.append(unknown_axis(axis, mesh, "order"))
         elif specs[mesh.axis_names.index(axis)].dim is None:
-            reason = f"order names {axis}, which shards no dim"
-            problems.append(Problem("conflicting-arguments", "order", axis=axis, found=reason, hint="leave it out"))
+            problems.append(
+                Problem(
+                    "conflicting-arguments",
+                    "order",
+                    axis=axis,
+                    found=f"order names {axis}, which shards no dim",
+                    hint="leave it out",
+                )
+            )
     if len(set(order)) != len(order):
         problems.append(Problem("duplicate-name", "order", found=">".join(order), hint="name each axis once"))
     return problems

@@ -281,8 +281,14 @@ def _check_dim(owner: str, dim: object) -> None:
 def _whole_numbers(owner: str, argument: str, values: Sequence[int], least: int) -> tuple[int, ...]:
     numbers: tuple[Any, ...] = tuple(values)
     if not numbers or any(isinstance(each, bool) or not isinstance(each, int) or each < least for each in numbers):
-        hint = f"one or more integers of at least {least}"
-        raise PlanError(Problem("invalid-layout", owner, found=f"{argument}={values!r}", hint=hint))
+        raise PlanError(
+            Problem(
+                "invalid-layout",
+                owner,
+                found=f"{argument}={values!r}",
+                hint=f"one or more integers of at least {least}",
+            )
+        )
     return numbers
 
 
@@ -296,17 +302,26 @@ def placement_spec(placement: object) -> PlacementSpec:
             return REPLICATE
         if isinstance(placement, types.Partial):
             if type(placement) is not types.Partial or placement.reduce_op not in REDUCE_OPS:
-                hint = f"a plain Partial of one of {', '.join(REDUCE_OPS)}"
-                raise PlanError(Problem("invalid-argument", found=repr(placement), hint=hint))
+                raise PlanError(
+                    Problem(
+                        "invalid-argument",
+                        found=repr(placement),
+                        hint=f"a plain Partial of one of {', '.join(REDUCE_OPS)}",
+                    )
+                )
             return PartialSpec(placement.reduce_op)
         if isinstance(placement, types.Shard):
             return ShardSpec(placement.dim)
         factor = _torch_compat.strided_shard_factor(placement)  # _StridedShard is private
         if factor is not None:  # a strided shard
             return InterleavedShard(placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
-    reason = f"{placement!r} of type {type(placement).__qualname__}"
-    hint = "use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text"
-    raise PlanError(Problem("wrong-type", found=reason, hint=hint))
+    raise PlanError(
+        Problem(
+            "wrong-type",
+            found=f"{placement!r} of type {type(placement).__qualname__}",
+            hint="use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text",
+        )
+    )
 
 
 def to_placement(spec: PlacementSpec) -> Placement | SpecialShard:

@@ -92,8 +92,13 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Placem
     elif nameless:  # one placement for each other axis, in mesh order
         axis_names = [axis for axis in axis_names if axis not in dict(named)]
         if len(nameless) != len(axis_names):
-            reason = f"{text!r}: {len(nameless)} placements for the axes {', '.join(axis_names)}"
-            problems.append(Problem("argument-count", found=reason, hint="one for each axis, or name the axes"))
+            problems.append(
+                Problem(
+                    "argument-count",
+                    found=f"{text!r}: {len(nameless)} placements for the axes {', '.join(axis_names)}",
+                    hint="one for each axis, or name the axes",
+                )
+            )
         named = [*zip(axis_names, nameless, strict=False), *named]  # too few or many: already a problem
     specs: dict[str, PlacementSpec] = {}
     for axis, item in named:

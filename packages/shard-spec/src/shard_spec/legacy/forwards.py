@@ -45,9 +45,14 @@ class ShardedForward:
         """The full batch as a DTensor, from this rank's rows or from the module before."""
         weight = self.module.weight
         if not isinstance(weight, DTensor):
-            reason = f"a {type(weight).__qualname__} in place of the sharded weight"
-            hint = "undo the handle of shard_module before replacing parameters"
-            raise PlanError(Problem("not-sharded", f"{self.name}.weight", found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "not-sharded",
+                    f"{self.name}.weight",
+                    found=f"a {type(weight).__qualname__} in place of the sharded weight",
+                    hint="undo the handle of shard_module before replacing parameters",
+                )
+            )
         if isinstance(input, DTensor):
             return on_mesh(input, weight.device_mesh, self.name)
         rows = input if isinstance(input, torch.Tensor) else torch.empty(0, device="cpu")
@@ -180,6 +185,11 @@ class RefusedEmbeddingBag(ShardedForward):
         Raises:
             PlanError: ``module-not-shardable``.
         """
-        reason = "the forward of an nn.EmbeddingBag whose table is sharded"
-        hint = "look ids up with a sharded nn.Embedding and reduce its rows, or leave this table replicated"
-        raise PlanError(Problem("module-not-shardable", self.name, found=reason, hint=hint))
+        raise PlanError(
+            Problem(
+                "module-not-shardable",
+                self.name,
+                found="the forward of an nn.EmbeddingBag whose table is sharded",
+                hint="look ids up with a sharded nn.Embedding and reduce its rows, or leave this table replicated",
+            )
+        )

@@ -63,12 +63,20 @@ def unsupported_forward(root: nn.Module, fqn: str) -> Problem | None:
             reason = "nn.MultiheadAttention reads this weight itself, not through the module that has it"
         weight = module._parameters["weight"]
         if not reason and weight is not None and weight.is_complex() and not isinstance(module, nn.EmbeddingBag):
-            text, hint = f"a complex {kind}: DTensor's products are not right for all of them", "leave it replicated"
-            return Problem("unsupported-tensor", fqn, found=text, hint=hint)
+            return Problem(
+                "unsupported-tensor",
+                fqn,
+                found=f"a complex {kind}: DTensor's products are not right for all of them",
+                hint="leave it replicated",
+            )
         options = [option for option in ("sparse", "max_norm", "scale_grad_by_freq") if getattr(module, option, None)]
         if not reason and options:
-            text = f"{kind}({options[0]}=...): a rank has a shard of the table alone"
-            return Problem("unsupported-option", fqn, found=text, hint="turn the option off")
+            return Problem(
+                "unsupported-option",
+                fqn,
+                found=f"{kind}({options[0]}=...): a rank has a shard of the table alone",
+                hint="turn the option off",
+            )
     elif forward is None and "forward" in module.__dict__:
         reason = f"the forward of this {kind} was replaced on the instance"
     elif forward is None:
@@ -95,8 +103,13 @@ def output_layout(wanted: ShardingSpec | Layout) -> Layout:
     if isinstance(wanted, EnumerableShardingSpec):
         ends = [shard.box.ends for shard in wanted.shards]
         return wanted.to_layout(tuple(max(column) for column in zip(*ends, strict=True)))
-    hint = "give a ChunkShardingSpec, an EnumerableShardingSpec or a Layout"
-    raise PlanError(Problem("wrong-type", found=f"a {type(wanted).__qualname__} for an output", hint=hint))
+    raise PlanError(
+        Problem(
+            "wrong-type",
+            found=f"a {type(wanted).__qualname__} for an output",
+            hint="give a ChunkShardingSpec, an EnumerableShardingSpec or a Layout",
+        )
+    )
 
 
 def device_of(
@@ -118,18 +131,27 @@ def device_of(
             if shard.rank == dist.get_rank():
                 mine = mine or device
     if len(named) > 1:
-        text = ", ".join(f"{kind} for {name}" for kind, name in named.items())
-        hint = "name one kind of device in one call"
-        return torch.device("cpu"), [Problem("device-mismatch", found=text, hint=hint)]
+        return torch.device("cpu"), [
+            Problem(
+                "device-mismatch",
+                found=", ".join(f"{kind} for {name}" for kind, name in named.items()),
+                hint="name one kind of device in one call",
+            )
+        ]
     tensors = (*module.parameters(), *module.buffers())
     device = mine or next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:
         on_cpu = "cpu:" in str(dist.get_backend_config(group))
         device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        text = f"{device}, but this rank sees {torch.cuda.device_count()} CUDA device(s)"
-        hint = "name a device that exists on the rank"
-        return device, [Problem("device-mismatch", "placements", found=text, hint=hint)]
+        return device, [
+            Problem(
+                "device-mismatch",
+                "placements",
+                found=f"{device}, but this rank sees {torch.cuda.device_count()} CUDA device(s)",
+                hint="name a device that exists on the rank",
+            )
+        ]
     return device, []
 
 
@@ -139,21 +161,43 @@ def rank_problems(name: str, mesh: MeshSpec, ranks: tuple[int, ...]) -> list[Pro
     outside, missing = sorted(set(named) - set(ranks)), sorted(set(ranks) - set(named))
     problems = []
     if outside:
-        reason, hint = f"ranks {outside} are not in the group {list(ranks)}", "name global ranks of the group"
-        problems.append(Problem("rank-outside-mesh", name, found=reason, hint=hint))
+        problems.append(
+            Problem(
+                "rank-outside-mesh",
+                name,
+                found=f"ranks {outside} are not in the group {list(ranks)}",
+                hint="name global ranks of the group",
+            )
+        )
     if missing:
-        reason = f"ranks {missing} of the group hold nothing"
-        hint = "name every rank of the group once, or pass a smaller process_group"
-        problems.append(Problem("rank-outside-mesh", name, found=reason, hint=hint))
+        problems.append(
+            Problem(
+                "rank-outside-mesh",
+                name,
+                found=f"ranks {missing} of the group hold nothing",
+                hint="name every rank of the group once, or pass a smaller process_group",
+            )
+        )
     if not problems and named != ranks:
         # Torch sorts the ranks of new groups, and would gather shards in that order without an error.
-        reason, hint = f"ranks in the order {list(named)}", f"name them in the order of the group, {list(ranks)}"
-        problems.append(Problem("mesh-mismatch", name, found=reason, hint=hint))
+        problems.append(
+            Problem(
+                "mesh-mismatch",
+                name,
+                found=f"ranks in the order {list(named)}",
+                hint=f"name them in the order of the group, {list(ranks)}",
+            )
+        )
     if not problems and mesh.ndim > 1 and len(ranks) < dist.get_world_size():
         # Only all ranks of the job can make the groups of several axes.
-        reason = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
-        hint = "use the default group, or shard along one axis"
-        problems.append(Problem("no-process-group", name, found=reason, hint=hint))
+        problems.append(
+            Problem(
+                "no-process-group",
+                name,
+                found=f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks",
+                hint="use the default group, or shard along one axis",
+            )
+        )
     return problems
 
 
@@ -168,8 +212,14 @@ def plan_module(
     if _torch_compat.shard_kind(plan) == "plan":
         plan = PlanContent(plan.plan, plan.output_plan, plan.return_local_tensor)
     if not isinstance(plan, PlanContent):
-        reason = f"{plan!r:.200} of type {type(plan).__qualname__}"
-        raise PlanError(Problem("wrong-type", "plan", found=reason, hint="give a ShardingPlan"))
+        raise PlanError(
+            Problem(
+                "wrong-type",
+                "plan",
+                found=f"{plan!r:.200} of type {type(plan).__qualname__}",
+                hint="give a ShardingPlan",
+            )
+        )
     if plan.mesh is None and all(rule.kind in ("spec", "sharder") for rule in plan.rules):
         # Neither the plan nor its rules name ranks: those of an output's layout, else of the group.
         own = [value.mesh for value in (plan.output_plan or {}).values() if isinstance(value, Layout)]
@@ -200,8 +250,15 @@ def plan_module(
     problems += more
     for argument, paths in (("output_plan", tuple(outputs)), ("return_local_tensor", plan.return_local_tensor or ())):
         inside = [path for path in paths if any(path.startswith(outer + ".") for outer in resolution.sharders)]
-        reason, hint = f"{argument} names a module inside of one that a Sharder replaces", "name the Sharder's module"
-        problems += [Problem("sharder-nesting", path, found=reason, hint=hint) for path in inside]
+        problems += [
+            Problem(
+                "sharder-nesting",
+                path,
+                found=f"{argument} names a module inside of one that a Sharder replaces",
+                hint="name the Sharder's module",
+            )
+            for path in inside
+        ]
     device, more = device_of(module, plan, resolution, group)
     problems += more
     raise_problems(dict.fromkeys(problems))

@@ -61,8 +61,14 @@ class CompareAndHook:
             forward, name = owner.__dict__.get("forward"), fqn.rpartition(".")[2]
             plain = not is_sharded(tensor)
             if plain and isinstance(forward, ShardedForward) and name in forward.sharded:
-                hint = "undo() first, or put the sharded parameter back"
-                problems.append(Problem("not-sharded", fqn, found="it was sharded, and is full now", hint=hint))
+                problems.append(
+                    Problem(
+                        "not-sharded",
+                        fqn,
+                        found="it was sharded, and is full now",
+                        hint="undo() first, or put the sharded parameter back",
+                    )
+                )
             frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
             line = f"{fqn}: {str(tensor.dtype).removeprefix('torch.')}, {'whole' if plain else 'a shard'}{frozen}"
             # Ranks never compared a new tensor; a buffer may be replaced in its module.

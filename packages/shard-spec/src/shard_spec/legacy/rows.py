@@ -100,9 +100,14 @@ class BatchRows:
         total = sum(counts)
         if counts != self.chunks(total):
             # A DTensor knows the total alone, and takes each rank's rows to be torch's chunk of it.
-            hint = f"{self.chunks(total)} rows of {total} would be right: pad the last batch, or drop it"
-            reason = f"local batches of {counts} rows, not torch.chunk's chunks of one batch"
-            raise PlanError(Problem("invalid-argument", name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "invalid-argument",
+                    name,
+                    found=f"local batches of {counts} rows, not torch.chunk's chunks of one batch",
+                    hint=f"{self.chunks(total)} rows of {total} would be right: pad the last batch, or drop it",
+                )
+            )
         self.totals.add(total)
         if any(header[len(digest) + 8] for header in headers) and not requires_grad:
             rows = rows.detach().requires_grad_()  # its backward communicates: all ranks have to run it
@@ -111,9 +116,14 @@ class BatchRows:
     def leave(self, value: DTensor, name: str) -> torch.Tensor:
         """This rank's rows of an output, with all columns. A collective where other ranks have parts of them."""
         if not value.dim() or value.shape[0] not in self.totals:
-            reason = f"an output of shape {list(value.shape)} from batches of {sorted(self.totals)} rows"
-            hint = "name a module whose output has one row for each row of the batch"
-            raise PlanError(Problem("invalid-layout", name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "invalid-layout",
+                    name,
+                    found=f"an output of shape {list(value.shape)} from batches of {sorted(self.totals)} rows",
+                    hint="name a module whose output has one row for each row of the batch",
+                )
+            )
         return unwrap(on_mesh(value, self.line(value.device_mesh), name).redistribute(placements=[Shard(0)]))
 
     def chunks(self, total: int) -> list[int]:
@@ -127,9 +137,14 @@ def on_mesh(value: DTensor, mesh: DeviceMesh, name: str) -> DTensor:
         return value
     mine, wanted = (sorted(each.mesh.flatten().tolist()) for each in (value.device_mesh, mesh))
     if mine != wanted:
-        hint = "redistribute the input onto the ranks of the module's weight, or pass this rank's rows"
-        reason = f"a DTensor on ranks {mine}; the module is sharded over {wanted}"
-        raise PlanError(Problem("mesh-mismatch", name, found=reason, hint=hint))
+        raise PlanError(
+            Problem(
+                "mesh-mismatch",
+                name,
+                found=f"a DTensor on ranks {mine}; the module is sharded over {wanted}",
+                hint="redistribute the input onto the ranks of the module's weight, or pass this rank's rows",
+            )
+        )
     return wrap(whole(value, parts=False), mesh, [Replicate()] * mesh.ndim, value.shape)
 
 
@@ -183,5 +198,11 @@ class LocalRows:
 def _one_tensor(output: Any, name: str, what: str) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output
-    hint = f"name a module that returns one tensor in {what}"
-    raise PlanError(Problem("wrong-type", name, found=f"an output of type {type(output).__name__}", hint=hint))
+    raise PlanError(
+        Problem(
+            "wrong-type",
+            name,
+            found=f"an output of type {type(output).__name__}",
+            hint=f"name a module that returns one tensor in {what}",
+        )
+    )

@@ -101,8 +101,14 @@ def shard_parameter(
     def check() -> list[Problem]:
         name: Any = param_name  # callers are untyped
         if not isinstance(name, str) or "." in name:
-            hint = "the name of a parameter of this very module; for deeper ones use shard_module"
-            return [Problem("invalid-argument", "param_name", found=repr(param_name), hint=hint)]
+            return [
+                Problem(
+                    "invalid-argument",
+                    "param_name",
+                    found=repr(param_name),
+                    hint="the name of a parameter of this very module; for deeper ones use shard_module",
+                )
+            ]
         if not isinstance(sharding_spec, Layout) and as_spec(sharding_spec) is None:
             return [unknown_spec("sharding_spec", sharding_spec)]
         return []

@@ -175,9 +175,13 @@ class _Builder:
         units = sorted(analysis.units, key=lambda unit: min(self.order[cut.name] for cut in unit.cuts))
         blocks = [unit for unit in units if unit.kind not in (TPBlockKind.EMBEDDING, TPBlockKind.HEAD)]
         if not blocks:
-            reason = "no attention or feed-forward block was recognised"
-            hint = "OptimalPlanner models transformers; use FullyShardPlanner or write rules by hand"
-            raise PlanError(Problem("nothing-to-optimize", found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "nothing-to-optimize",
+                    found="no attention or feed-forward block was recognised",
+                    hint="OptimalPlanner models transformers; use FullyShardPlanner or write rules by hand",
+                )
+            )
         width = self._stream_width(blocks[0])
         stream = -1  # none yet
         for unit in units:

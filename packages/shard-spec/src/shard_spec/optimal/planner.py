@@ -73,13 +73,22 @@ class OptimalPlanner(LayoutPlanner):
         except InfeasibleError as error:
             least = error.least_bytes
             if least < 0:  # not a matter of memory
-                reason = "no combination of strategies divides the batch, the sequence and the heads"
-                hint = "choose another batch or another mesh"
-                raise PlanError(Problem("does-not-divide", found=reason, hint=hint)) from error
+                raise PlanError(
+                    Problem(
+                        "does-not-divide",
+                        found="no combination of strategies divides the batch, the sequence and the heads",
+                        hint="choose another batch or another mesh",
+                    )
+                ) from error
             needed, over, limit = map(human_bytes, (least, least - self.memory_limit, self.memory_limit))
-            reason = f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}"
-            hint = f"recompute, a smaller batch, more ranks, or memory_limit={least}"
-            raise PlanError(Problem("does-not-fit", "memory_limit", found=reason, hint=hint)) from error
+            raise PlanError(
+                Problem(
+                    "does-not-fit",
+                    "memory_limit",
+                    found=f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}",
+                    hint=f"recompute, a smaller batch, more ranks, or memory_limit={least}",
+                )
+            ) from error
         certificate = OptimalityBound(
             objective=solution.objective,
             lower_bound=solution.lower_bound,

@@ -41,8 +41,9 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
     problems: list[Problem] = []
     pattern = None
     if not isinstance(key, str):
-        reason = f"a key of type {type(key).__qualname__}"
-        problems.append(Problem("invalid-argument", name, found=reason, hint="use text"))
+        problems.append(
+            Problem("invalid-argument", name, found=f"a key of type {type(key).__qualname__}", hint="use text")
+        )
     else:
         try:
             pattern = Pattern(key)
@@ -59,9 +60,14 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
         if isinstance(value, str):
             layouts[value] = layout  # parsed once per text
         if mesh is not None and layout.mesh != mesh:
-            reason = f"its layout is on {layout.mesh!r}, the plan on {mesh!r}"
-            hint = "make the layout on the plan's mesh, or leave the plan's mesh out"
-            problems.append(Problem("mesh-mismatch", name, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "mesh-mismatch",
+                    name,
+                    found=f"its layout is on {layout.mesh!r}, the plan on {mesh!r}",
+                    hint="make the layout on the plan's mesh, or leave the plan's mesh out",
+                )
+            )
     except PlanError as error:
         for problem in error.problems:
             problems.append(replace(problem, name=f"{name} ({problem.name})" if problem.name else name))

@@ -54,8 +54,9 @@ class TensorMetadata:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         object.__setattr__(self, "aliases", tuple(self.aliases) or (self.name,))  # at least its own name
         if self.dtype not in ITEM_BYTES:
-            hint = f"one of {', '.join(ITEM_BYTES)}"
-            raise PlanError(Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=hint))
+            raise PlanError(
+                Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=f"one of {', '.join(ITEM_BYTES)}")
+            )
 
     def bytes_of(self, numel: int, dtype: str | None = None) -> int:
         """Return the bytes of ``numel`` elements.
@@ -154,8 +155,14 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
     problems: list[Problem] = []
     for tensor, kind, names, class_name, sparse in seen.values():
         if is_lazy(tensor):  # no shape yet
-            hint = "run one forward pass (a lazy module learns its shapes there), then plan"
-            problems.append(Problem("uninitialized-parameter", names[0], found="its shape is not known yet", hint=hint))
+            problems.append(
+                Problem(
+                    "uninitialized-parameter",
+                    names[0],
+                    found="its shape is not known yet",
+                    hint="run one forward pass (a lazy module learns its shapes there), then plan",
+                )
+            )
             continue
         shape, dtype, grad = global_shape(tensor), str(tensor.dtype).removeprefix("torch."), bool(tensor.requires_grad)
         stored = getattr(tensor, "stored_bytes", None)

@@ -48,9 +48,13 @@ def from_document(document: Any) -> dict[str, Any]:
         raise _bad(f"no object with 'format': '{FORMAT}'")
     version = document.get("version")
     if type(version) is not int or version != VERSION:  # True equals 1, but is no version
-        reason = f"format version {version!r:.60}, this release reads {VERSION}"
-        hint = "install the release of shard-spec that wrote the file, or write it again"
-        raise PlanError(Problem("invalid-plan", found=reason, hint=hint))
+        raise PlanError(
+            Problem(
+                "invalid-plan",
+                found=f"format version {version!r:.60}, this release reads {VERSION}",
+                hint="install the release of shard-spec that wrote the file, or write it again",
+            )
+        )
     if set(document) - {"axis_roles"} != _KEYS:  # unknown keys may change the meaning
         odd = sorted((set(document) - {"axis_roles"}) ^ _KEYS)
         raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))[:300]}")

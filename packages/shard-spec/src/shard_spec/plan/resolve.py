@@ -92,8 +92,9 @@ class Resolution(Mapping[str, Layout]):
         """
         meshes = {layout.mesh for layout in self.layouts.values()} or {self.mesh} - {None}
         if len(meshes) != 1:
-            reason = f"{len(meshes)} meshes in one plan"
-            raise PlanError(Problem("mesh-mismatch", found=reason, hint="put all layouts on one mesh"))
+            raise PlanError(
+                Problem("mesh-mismatch", found=f"{len(meshes)} meshes in one plan", hint="put all layouts on one mesh")
+            )
         (mesh,) = meshes
         assert mesh is not None
         return mesh
@@ -148,11 +149,17 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     used = set().union(*matched.values())
     unused = [rule.key for rule in rules if rule.key not in used]
     if len(unused) > 1 and len(unused) == len(rules) and metadata.tensors and not sharders:
-        text = (
-            f"none of the {len(unused)} rules names a tensor of this model, whose first is {metadata.tensors[0].name!r}"
+        problems.append(
+            Problem(
+                "model-mismatch",
+                unused[0],
+                found=(
+                    f"none of the {len(unused)} rules names a tensor of this model, whose first is "
+                    f"{metadata.tensors[0].name!r}"
+                ),
+                hint="pass the model of the plan, or correct the prefix of its names",
+            )
         )
-        hint = "pass the model of the plan, or correct the prefix of its names"
-        problems.append(Problem("model-mismatch", unused[0], found=text, hint=hint))
         unused = []
     for key in unused:
         if key in metadata.modules:
@@ -160,8 +167,9 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         else:
             close = difflib.get_close_matches(key, list(tensors)[:5000], n=1)  # quadratic: bounded
             hint = f"did you mean {close[0]!r}?" if close else "remove the rule or correct the pattern"
-        text = "no parameter or buffer has a name like this"
-        problems.append(Problem("unmatched-pattern", key, found=text, hint=hint))
+        problems.append(
+            Problem("unmatched-pattern", key, found="no parameter or buffer has a name like this", hint=hint)
+        )
     # Tensors without a rule replicate on the others' mesh, or on all their ranks on one axis.
     meshes = list(dict.fromkeys(layout.mesh for _, layout in decided.values() if layout is not None))
     mesh = plan.mesh or (meshes[0] if meshes else None)
@@ -170,8 +178,13 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         mesh = MeshSpec({"ranks": len(ranks)}, ranks)
     default = None if mesh is None else Layout(mesh, {})
     if default is None and not problems and any(each is None for each, _ in decided.values()):
-        hint = "pass mesh= to the plan: there are tensors that no rule mentions"
-        problems.append(Problem("missing-mesh", found="neither the plan nor a rule names ranks", hint=hint))
+        problems.append(
+            Problem(
+                "missing-mesh",
+                found="neither the plan nor a rule names ranks",
+                hint="pass mesh= to the plan: there are tensors that no rule mentions",
+            )
+        )
     chosen = ((name, default if each is None else layout) for name, (each, layout) in decided.items())
     layouts = {name: layout for name, layout in chosen if layout is not None}
     rule_of = {name: each.key if each else "" for name, (each, _) in decided.items()}
@@ -234,14 +247,25 @@ def _decide(
     """Return the deciding rule of ``tensor`` and its layout; (None, None) without a rule."""
     if not rules:
         if strict and tensor.kind == "parameter":
-            text, hint = "no rule mentions it, and the plan is strict", "add a rule; 'R' replicates it"
-            problems.append(Problem("unmatched-pattern", tensor.name, found=text, hint=hint))
+            problems.append(
+                Problem(
+                    "unmatched-pattern",
+                    tensor.name,
+                    found="no rule mentions it, and the plan is strict",
+                    hint="add a rule; 'R' replicates it",
+                )
+            )
         return None, None
     for name, (deciding, *others) in rules.items():  # an exact rule decides, or globs that agree
         if not deciding.is_exact and any(not _same_value(other, deciding) for other in others):
-            reason = "matched by " + " and ".join(repr(rule.key) for rule in rules[name]) + ", which differ"
-            hint = "add an exact rule for this name, or narrow one of the globs"
-            problems.append(Problem("ambiguous-pattern", name, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "ambiguous-pattern",
+                    name,
+                    found="matched by " + " and ".join(repr(rule.key) for rule in rules[name]) + ", which differ",
+                    hint="add an exact rule for this name, or narrow one of the globs",
+                )
+            )
     winners = {alias: deciding for alias, (deciding, *_) in rules.items()}
     # An exact rule for one name of a tied tensor overrides globs for its other names.
     winners = {alias: rule for alias, rule in winners.items() if rule.is_exact} or winners
@@ -251,8 +275,14 @@ def _decide(
         both = layout is not None and layouts[first] is not None
         if both and layout != layouts[first] and not layout.equivalent_to(layouts[first], tensor.shape):  # type: ignore[union-attr, arg-type]  # `both` says neither is None
             found = f"{first} -> {layouts[first]} by rule {winners[first].key!r}, but {alias} -> {layout}"
-            hint = "these names are one tensor: give both the same layout, or only one of them a rule"
-            problems.append(Problem("tied-weights", alias, found=f"{found} by rule {winners[alias].key!r}", hint=hint))
+            problems.append(
+                Problem(
+                    "tied-weights",
+                    alias,
+                    found=f"{found} by rule {winners[alias].key!r}",
+                    hint="these names are one tensor: give both the same layout, or only one of them a rule",
+                )
+            )
     return winners[first], layouts[first]  # equal for all names, or a problem
 
 
@@ -269,22 +299,36 @@ def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[P
         assert rule.pattern is not None
         paths = [path for path in metadata.modules if rule.pattern.matches(path)]
         if rule.key == "" or "" in paths:
-            hint = "name a submodule; the root cannot be replaced in place"
-            problems.append(Problem("sharder-nesting", rule.key, found="a Sharder for the root module", hint=hint))
+            problems.append(
+                Problem(
+                    "sharder-nesting",
+                    rule.key,
+                    found="a Sharder for the root module",
+                    hint="name a submodule; the root cannot be replaced in place",
+                )
+            )
         elif not paths:  # Sharders need a module
-            hint = "name a submodule's FQN"
-            problems.append(Problem("unknown-name", rule.key, found="no module for this Sharder", hint=hint))
+            problems.append(
+                Problem("unknown-name", rule.key, found="no module for this Sharder", hint="name a submodule's FQN")
+            )
         for path in paths:
             if path and path in placed:
-                reason = "two Sharders match this module"
-                problems.append(Problem("ambiguous-pattern", path, found=reason, hint="keep one of them"))
+                problems.append(
+                    Problem("ambiguous-pattern", path, found="two Sharders match this module", hint="keep one of them")
+                )
             elif path:
                 placed[path] = rule.value
     for path in placed:
         outer = next((other for other in placed if path.startswith(other + ".")), None)
         if outer is not None:
-            reason = f"a Sharder inside of {outer!r}, which has a Sharder itself"
-            problems.append(Problem("sharder-nesting", path, found=reason, hint="keep one of them"))
+            problems.append(
+                Problem(
+                    "sharder-nesting",
+                    path,
+                    found=f"a Sharder inside of {outer!r}, which has a Sharder itself",
+                    hint="keep one of them",
+                )
+            )
     return placed
 
 
@@ -295,13 +339,24 @@ def _taken_by_sharder(
     if not any(owners.values()):
         return False
     if len(set(owners.values())) > 1:  # half of a tied tensor would be replaced
-        text = f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some"
-        hint = "untie it, or give the Sharder a module that holds all of its names"
-        problems.append(Problem("tied-weights", tensor.name, found=text, hint=hint))
+        problems.append(
+            Problem(
+                "tied-weights",
+                tensor.name,
+                found=f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some",
+                hint="untie it, or give the Sharder a module that holds all of its names",
+            )
+        )
     for alias, rule in rules.items():
         if owners[alias] is not None and rule[0].is_exact:
-            text = f"module {owners[alias]!r} has a Sharder, which decides about this tensor"
-            problems.append(Problem("ambiguous-pattern", alias, found=text, hint="remove one of the two rules"))
+            problems.append(
+                Problem(
+                    "ambiguous-pattern",
+                    alias,
+                    found=f"module {owners[alias]!r} has a Sharder, which decides about this tensor",
+                    hint="remove one of the two rules",
+                )
+            )
     return True
 
 
@@ -312,8 +367,14 @@ def plan_problems(plan: PlanContent, resolution: Resolution) -> list[Problem]:
     for argument, paths in (("output_plan", outputs), ("return_local_tensor", local)):
         for path in paths if modules else ():
             if path not in modules:
-                reason, hint = f"{argument} names no module of the model", "name a module's FQN; '' is the root"
-                problems.append(Problem("unknown-name", str(path), found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "unknown-name",
+                        str(path),
+                        found=f"{argument} names no module of the model",
+                        hint="name a module's FQN; '' is the root",
+                    )
+                )
     for path, value in outputs.items():
         if is_spec(value):
             continue  # its layout depends on the output's shape
@@ -321,12 +382,21 @@ def plan_problems(plan: PlanContent, resolution: Resolution) -> list[Problem]:
         try:
             layout = to_layout(value, plan.mesh)
             if plan.mesh is not None and layout.mesh != plan.mesh:
-                reason = f"its layout is on {layout.mesh!r}, the plan on {plan.mesh!r}"
-                problems.append(Problem("mesh-mismatch", name, found=reason, hint="use one mesh"))
+                problems.append(
+                    Problem(
+                        "mesh-mismatch",
+                        name,
+                        found=f"its layout is on {layout.mesh!r}, the plan on {plan.mesh!r}",
+                        hint="use one mesh",
+                    )
+                )
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
     for name, count in Counter(local).items():
         if count > 1:
-            reason = f"return_local_tensor names it {count} times"
-            problems.append(Problem("duplicate-name", name, found=reason, hint="name it once"))
+            problems.append(
+                Problem(
+                    "duplicate-name", name, found=f"return_local_tensor names it {count} times", hint="name it once"
+                )
+            )
     return problems

@@ -58,8 +58,9 @@ def mesh_document(mesh: MeshSpec) -> dict[str, Any]:
 
 def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems: list[Problem]) -> Any:
     if not isinstance(key, str):
-        reason = f"a key of type {type(key).__qualname__}"
-        problems.append(Problem("invalid-plan", repr(key), found=reason, hint="use text"))
+        problems.append(
+            Problem("invalid-plan", repr(key), found=f"a key of type {type(key).__qualname__}", hint="use text")
+        )
         key = repr(key)  # goes on, to report all problems
     if isinstance(value, Layout):  # the mesh is stored if it is not the plan's
         return str(value) if value.mesh == mesh else {"layout": str(value), "mesh": mesh_document(value.mesh)}
@@ -67,11 +68,23 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
         value = as_spec(value) or value
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         if is_sharder(value):
-            hint = "a Sharder is code: keep it in code, and write the other rules"
-            problems.append(Problem("invalid-plan", key, found=f"a Sharder of type {name}", hint=hint))
+            problems.append(
+                Problem(
+                    "invalid-plan",
+                    key,
+                    found=f"a Sharder of type {name}",
+                    hint="a Sharder is code: keep it in code, and write the other rules",
+                )
+            )
             return {"sharder": name}
-        hint = "write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))"
-        problems.append(Problem("invalid-plan", key, found=f"a spec of type {name}", hint=hint))
+        problems.append(
+            Problem(
+                "invalid-plan",
+                key,
+                found=f"a spec of type {name}",
+                hint="write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))",
+            )
+        )
         return {"spec": name, "repr": "" if " at 0x" in repr(value) else repr(value)}
     try:
         if mesh is not None:
@@ -82,6 +95,7 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
         specs = [(axis, parse_placement(p) if isinstance(p, str) else placement_spec(p)) for axis, p in named]
         return ", ".join(f"{axis}:{spec}" if axis else str(spec) for axis, spec in specs)
     except (PlanError, TypeError) as error:
-        reason = f"{value!r:.200}: {error}"
-        problems.append(Problem("invalid-plan", key, found=reason, hint="correct the rule; see plan.problems"))
+        problems.append(
+            Problem("invalid-plan", key, found=f"{value!r:.200}: {error}", hint="correct the rule; see plan.problems")
+        )
         return {"wrong": repr(value)}  # for the digest only

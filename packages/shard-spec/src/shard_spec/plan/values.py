@@ -54,9 +54,17 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
         return value
     is_layout_like = is_placement(value) or isinstance(value, str | Mapping | Sequence)
     if not is_layout_like:  # before the mesh: the type is the first error
-        hint = "give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder"
-        raise PlanError(Problem("wrong-type", found=f"{value!r:.200} of type {type(value).__qualname__}", hint=hint))
+        raise PlanError(
+            Problem(
+                "wrong-type",
+                found=f"{value!r:.200} of type {type(value).__qualname__}",
+                hint="give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder",
+            )
+        )
     if mesh is None:  # placements alone have no axes
-        hint = "pass mesh= to the plan, or a Layout that has its own"
-        raise PlanError(Problem("missing-mesh", found=f"{value!r:.200}", hint=hint))
+        raise PlanError(
+            Problem(
+                "missing-mesh", found=f"{value!r:.200}", hint="pass mesh= to the plan, or a Layout that has its own"
+            )
+        )
     return Layout(mesh, as_placements(value))

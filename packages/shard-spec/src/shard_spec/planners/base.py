@@ -165,13 +165,24 @@ class ComposedPlanner(LayoutPlanner):
             raise ValueError("compose() needs at least one planner.")
         for planner in planners:
             if isinstance(planner, type) or not hasattr(planner, "mesh"):
-                hint = "pass planners that have a mesh, such as MegatronPlanner(mesh)"
-                raise PlanError(Problem("wrong-type", "planners", found=f"{planner!r:.100}", hint=hint))
+                raise PlanError(
+                    Problem(
+                        "wrong-type",
+                        "planners",
+                        found=f"{planner!r:.100}",
+                        hint="pass planners that have a mesh, such as MegatronPlanner(mesh)",
+                    )
+                )
         meshes = list(dict.fromkeys(planner.mesh for planner in planners))
         if len(meshes) > 1:
-            reason = " and ".join(repr(mesh) for mesh in meshes)
-            hint = "give all composed planners the same mesh; each names the axes it uses"
-            raise PlanError(Problem("mesh-mismatch", "planners", found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "mesh-mismatch",
+                    "planners",
+                    found=" and ".join(repr(mesh) for mesh in meshes),
+                    hint="give all composed planners the same mesh; each names the axes it uses",
+                )
+            )
         super().__init__(meshes[0])
         self.planners = tuple(planners)
 
@@ -193,8 +204,15 @@ class ComposedPlanner(LayoutPlanner):
             clashing = [axis for axis, each in differ.items() if len(each) > 1 and each != {"expert", "data"}]
             hint = "give each planner its own axes"
             for axis in clashing:
-                found = f"a {roles[axis]} axis of one planner, a {decisions.axis_roles[axis]} axis of another"
-                raise PlanError(Problem("invalid-argument", "planners", axis=axis, found=found, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "invalid-argument",
+                        "planners",
+                        axis=axis,
+                        found=f"a {roles[axis]} axis of one planner, a {decisions.axis_roles[axis]} axis of another",
+                        hint=hint,
+                    )
+                )
             roles = {**decisions.axis_roles, **roles}
         return Decisions(layouts, tuple(notes), unrecognised, certificate, roles)
 
@@ -223,9 +241,15 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
             continue
         twice = [axis for axis in layout.sharded_axes if axis in before.sharded_axes]
         if twice:
-            reason = f"one planner gives {before}, the other {layout}"
-            hint = "give each planner its own axes"
-            problems.append(Problem("duplicate-name", name, axis=twice[0], found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "duplicate-name",
+                    name,
+                    axis=twice[0],
+                    found=f"one planner gives {before}, the other {layout}",
+                    hint="give each planner its own axes",
+                )
+            )
             continue
         added = zip(layout.mesh.axis_names, layout.specs, strict=True)
         specs = {axis: spec for axis, spec in added if not isinstance(spec, ReplicateSpec)}
@@ -301,13 +325,23 @@ class ExpertParallelPlanner(LayoutPlanner):
         owners = expert_modules(parameters)
         experts = [each for each in parameters if each.name.rpartition(".")[0] in owners and len(each.shape) > 1]
         if not experts:
-            hint = "experts in a ModuleList are parameters of their own: plan them with rules, or stack them"
             raise PlanError(
-                Problem("conflicting-arguments", axis=self.axis, found="no experts in one parameter", hint=hint)
+                Problem(
+                    "conflicting-arguments",
+                    axis=self.axis,
+                    found="no experts in one parameter",
+                    hint="experts in a ModuleList are parameters of their own: plan them with rules, or stack them",
+                )
             )
-        hint = f"give {self.axis} a size that divides the number of experts"
         raise_problems(
-            Problem("does-not-divide", each.name, dim=0, axis=self.axis, found=f"{each.shape[0]} experts", hint=hint)
+            Problem(
+                "does-not-divide",
+                each.name,
+                dim=0,
+                axis=self.axis,
+                found=f"{each.shape[0]} experts",
+                hint=f"give {self.axis} a size that divides the number of experts",
+            )
             for each in experts
             if each.shape[0] % self.size
         )
@@ -342,9 +376,15 @@ class StagePlanner(LayoutPlanner):
         even = tuple(len(names) // self.size + (at < len(names) % self.size) for at in range(self.size))
         sizes = even if self.blocks is None else self.blocks
         if len(sizes) != self.size or sum(sizes) != len(names) or min(sizes) < 1:
-            reason = f"{', '.join(map(str, sizes))} blocks on {self.size} stages of a model with {len(names)}"
-            hint = "give each stage at least one block, and all blocks a stage"
-            raise PlanError(Problem("does-not-divide", "blocks", axis=self.axis, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "does-not-divide",
+                    "blocks",
+                    axis=self.axis,
+                    found=f"{', '.join(map(str, sizes))} blocks on {self.size} stages of a model with {len(names)}",
+                    hint="give each stage at least one block, and all blocks a stage",
+                )
+            )
         stages = [stage for stage, count in enumerate(sizes) for _ in range(count)]
         stage_of = dict(zip(names, stages, strict=True))
         layouts, passed = {}, False  # blocks have come

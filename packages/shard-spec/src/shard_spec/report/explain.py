@@ -73,9 +73,14 @@ def _explain_tensor(found: Resolution, name: str) -> str:
         tensor = found.tensor(name)
     except KeyError:
         names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
-        hint = near_names(name, names, "give its fully qualified name")
-        text = "the model has no such parameter or buffer"
-        raise PlanError(Problem("unknown-name", name, found=text, hint=hint)) from None
+        raise PlanError(
+            Problem(
+                "unknown-name",
+                name,
+                found="the model has no such parameter or buffer",
+                hint=near_names(name, names, "give its fully qualified name"),
+            )
+        ) from None
     size = human_bytes(tensor.bytes_of(tensor.numel))
     lines = [f"{name}: {tensor.kind}, global shape {list(tensor.shape)}, {tensor.dtype}, {size}"]
     if len(tensor.aliases) > 1:

@@ -56,8 +56,14 @@ class ShardingSpec(abc.ABC):
             problems += overlap_problems(boxes)  # needs boxes of one number of dims
         for shard in shards:
             if shard.rank is None:
-                hint = "name the rank that holds the shard, as in 'rank:0/cuda:0'"
-                problems.append(Problem("invalid-layout", "placements", found=f"{shard.placement}", hint=hint))
+                problems.append(
+                    Problem(
+                        "invalid-layout",
+                        "placements",
+                        found=f"{shard.placement}",
+                        hint="name the rank that holds the shard, as in 'rank:0/cuda:0'",
+                    )
+                )
         raise_problems(problems, f"{type(self).__name__} does not fit a tensor of shape {tuple(shape)}")
         return shards
 
@@ -79,9 +85,19 @@ class ShardingSpec(abc.ABC):
         held = box_of_each_rank(self, shape)
         grid = grid_of(list(held.values()), shape)  # a mesh is a grid
         if grid is None:
-            text = f"{len(held)} shards of a tensor of shape {shape} are not the cells of one grid of rows and columns"
-            hint = "split each dim at the same places everywhere; shard-reshard moves free boxes, a mesh does not"
-            raise PlanError(Problem("not-a-grid", "shards", found=text, hint=hint))
+            raise PlanError(
+                Problem(
+                    "not-a-grid",
+                    "shards",
+                    found=(
+                        f"{len(held)} shards of a tensor of shape {shape} are not the cells of one "
+                        "grid of rows and columns"
+                    ),
+                    hint=(
+                        "split each dim at the same places everywhere; shard-reshard moves free boxes, a mesh does not"
+                    ),
+                )
+            )
         ranks, (cuts, order) = tuple(held), grid  # order: row-major cells
         cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
         if not cut_dims:  # one shard
@@ -101,8 +117,14 @@ def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Bo
     held = spec.boxes(shape)
     crowded = [rank for rank, boxes in held.items() if len(boxes) > 1]
     if crowded:
-        reason = f"ranks {', '.join(map(str, crowded))} hold more than one shard"
-        raise PlanError(Problem("invalid-layout", "placements", found=reason, hint="name each rank once"))
+        raise PlanError(
+            Problem(
+                "invalid-layout",
+                "placements",
+                found=f"ranks {', '.join(map(str, crowded))} hold more than one shard",
+                hint="name each rank once",
+            )
+        )
     return {rank: box for rank, (box,) in held.items()}
 
 
@@ -138,8 +160,14 @@ class ChunkShardingSpec(ShardingSpec):
             except PlanError as error:
                 problems.extend(error.problems)
         if not problems and not devices:
-            hint = "name at least one device, as in ['rank:0/cpu']"
-            problems.append(Problem("missing-argument", "placements", found="an empty list", hint=hint))
+            problems.append(
+                Problem(
+                    "missing-argument",
+                    "placements",
+                    found="an empty list",
+                    hint="name at least one device, as in ['rank:0/cpu']",
+                )
+            )
         raise_problems(problems)
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "placements", tuple(devices))
@@ -151,9 +179,15 @@ class ChunkShardingSpec(ShardingSpec):
             PlanError: ``dim-out-of-range`` if a tensor of ``ndim`` dims has no such dim.
         """
         if not -ndim <= self.dim < ndim:
-            hint = f"use -{ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be sharded"
-            reason = f"dim {self.dim} of a tensor of {ndim} dims"
-            raise PlanError(Problem("dim-out-of-range", "dim", dim=self.dim, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "dim-out-of-range",
+                    "dim",
+                    dim=self.dim,
+                    found=f"dim {self.dim} of a tensor of {ndim} dims",
+                    hint=f"use -{ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be sharded",
+                )
+            )
         return ChunkShardingSpec(self.dim % ndim, self.placements)
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
@@ -192,11 +226,18 @@ class EnumerableShardingSpec(ShardingSpec):
         object.__setattr__(self, "shards", tuple(as_shard(shard) for shard in shards))
         ndims = sorted({len(shard.shard_sizes) for shard in self.shards})
         if not ndims:
-            hint = "give at least one ShardMetadata"
-            raise PlanError(Problem("boxes-incomplete", "shards", found="an empty list", hint=hint))
+            raise PlanError(
+                Problem("boxes-incomplete", "shards", found="an empty list", hint="give at least one ShardMetadata")
+            )
         if len(ndims) > 1:
-            hint = "all shards are shards of one tensor"
-            raise PlanError(Problem("shape-mismatch", "shards", found=f"shards of {ndims} dims", hint=hint))
+            raise PlanError(
+                Problem(
+                    "shape-mismatch",
+                    "shards",
+                    found=f"shards of {ndims} dims",
+                    hint="all shards are shards of one tensor",
+                )
+            )
         raise_problems(overlap_problems([shard.box for shard in self.shards], "shards"))  # holes show with a shape
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
@@ -212,8 +253,14 @@ def as_shard(given: object) -> ShardMetadata:
     if all(hasattr(given, name) for name in ("shard_offsets", "shard_sizes", "placement")):
         torch_shard: Any = given
         return ShardMetadata(torch_shard.shard_offsets, torch_shard.shard_sizes, torch_shard.placement)
-    hint = "give ShardMetadata(shard_offsets, shard_sizes, placement)"
-    raise PlanError(Problem("wrong-type", "shards", found=f"{given!r} of type {type(given).__qualname__}", hint=hint))
+    raise PlanError(
+        Problem(
+            "wrong-type",
+            "shards",
+            found=f"{given!r} of type {type(given).__qualname__}",
+            hint="give ShardMetadata(shard_offsets, shard_sizes, placement)",
+        )
+    )
 
 
 # ---- torch's own spec objects, which are accepted like ours ----------------------------------------------------------
@@ -265,8 +312,14 @@ def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence
         return _torch_compat.torch_class("enumerable")([to_torch(shard) for shard in value.shards])
     if isinstance(value, ShardingSpec):
         if shape is None:
-            reason = f"a {type(value).__qualname__}, which torch does not know"
-            raise PlanError(Problem("missing-argument", "shape", found=reason, hint="pass shape=, the global shape"))
+            raise PlanError(
+                Problem(
+                    "missing-argument",
+                    "shape",
+                    found=f"a {type(value).__qualname__}, which torch does not know",
+                    hint="pass shape=, the global shape",
+                )
+            )
         return to_torch(EnumerableShardingSpec(value.shards_for(shape)))  # torch has no subclass of ours
     raise PlanError(unknown_spec("", value))
 
@@ -283,5 +336,9 @@ def as_spec(value: object) -> ShardingSpec | None:
 
 def unknown_spec(name: str, value: object) -> Problem:
     """Return the problem of an object that is no spec."""
-    hint = "use ChunkShardingSpec, EnumerableShardingSpec, a subclass of shard_spec.ShardingSpec, or a Sharder"
-    return Problem("wrong-type", name, found=f"{value!r} of type {type(value).__qualname__}", hint=hint)
+    return Problem(
+        "wrong-type",
+        name,
+        found=f"{value!r} of type {type(value).__qualname__}",
+        hint="use ChunkShardingSpec, EnumerableShardingSpec, a subclass of shard_spec.ShardingSpec, or a Sharder",
+    )

@@ -40,8 +40,13 @@ class RemoteDevice(_TorchRemoteDevice):  # type: ignore[misc]  # torch's class i
         try:
             super().__init__(str(remote_device) if remote else remote_device)
         except (ValueError, TypeError, RuntimeError):  # the last from torch.device
-            hint = "write 'rank:0/cuda:0', 'rank:0', 'worker/cpu' or 'cuda:0', or give a torch.device"
-            raise PlanError(Problem("invalid-layout", found=repr(remote_device), hint=hint)) from None
+            raise PlanError(
+                Problem(
+                    "invalid-layout",
+                    found=repr(remote_device),
+                    hint="write 'rank:0/cuda:0', 'rank:0', 'worker/cpu' or 'cuda:0', or give a torch.device",
+                )
+            ) from None
 
     def __str__(self) -> str:
         return str(super().__repr__())
@@ -122,8 +127,14 @@ def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
         active = [other for other in active if dim is None or other.ends[dim] > box.offsets[dim]]
         for other in active:
             if other.intersect(box) is not None:
-                reason = f"{other!r} and {box!r} share elements"
-                return [Problem("boxes-overlap", name, found=reason, hint="give every element to one shard")]
+                return [
+                    Problem(
+                        "boxes-overlap",
+                        name,
+                        found=f"{other!r} and {box!r} share elements",
+                        hint="give every element to one shard",
+                    )
+                ]
         active.append(box)
     return []
 
@@ -132,8 +143,14 @@ def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -
     """Return the reasons that ``boxes`` (without overlaps) do not tile a tensor of ``shape``."""
     shape = tuple(shape)
     if any(box.ndim != len(shape) for box in boxes):  # later checks zip the dims
-        reason = f"shards of {sorted({box.ndim for box in boxes})} dims for a tensor of shape {shape}"
-        return [Problem("shape-mismatch", name, found=reason, hint=f"give {len(shape)} offsets and sizes")]
+        return [
+            Problem(
+                "shape-mismatch",
+                name,
+                found=f"shards of {sorted({box.ndim for box in boxes})} dims for a tensor of shape {shape}",
+                hint=f"give {len(shape)} offsets and sizes",
+            )
+        ]
     outside = [box for box in boxes if any(end > length for end, length in zip(box.ends, shape, strict=True))]
     problems = [
         Problem("box-out-of-range", name, found=f"{box!r} of a tensor of shape {shape}", hint="stay inside the tensor")
@@ -141,8 +158,14 @@ def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -
     ]
     covered = sum(box.numel for box in boxes)  # without overlaps a sum suffices
     if not outside and covered < prod(shape):
-        reason = f"the shards hold {covered} of {prod(shape)} elements of shape {shape}"
-        problems.append(Problem("boxes-incomplete", name, found=reason, hint="give every element to one shard"))
+        problems.append(
+            Problem(
+                "boxes-incomplete",
+                name,
+                found=f"the shards hold {covered} of {prod(shape)} elements of shape {shape}",
+                hint="give every element to one shard",
+            )
+        )
     return problems
 
 

@@ -146,13 +146,20 @@ def _parameters_between(context: Context, block: FeedForward, known: Evidence | 
         # Library classes: only a norm can be there. Other classes: any parameter with a dimension of the hidden size.
         meets = width in parameter.shape if known is None else tuple(parameter.shape) == (width,)
         if meets and width != outer:
-            reason = f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block"
-            hint = "a norm over the hidden channels needs all of them; leave the block replicated"
-            return Problem("partial-gradient", join(block.scope, name), found=reason, hint=hint)
+            return Problem(
+                "partial-gradient",
+                join(block.scope, name),
+                found=f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block",
+                hint="a norm over the hidden channels needs all of them; leave the block replicated",
+            )
     return None
 
 
 def uneven(scope: str, width: int, tp_size: int) -> Problem:
     """Return the remark on shards of unequal size."""
-    reason = f"{width} over tp={tp_size} does not divide: the first ranks hold more"
-    return Problem("uneven-shards", scope, found=reason, hint="pad it, or choose a tp size that divides it")
+    return Problem(
+        "uneven-shards",
+        scope,
+        found=f"{width} over tp={tp_size} does not divide: the first ranks hold more",
+        hint="pad it, or choose a tp size that divides it",
+    )

@@ -39,8 +39,12 @@ def find_multihead_attention(context: Context, name: str) -> Found | None:
     width, tp_size = module.embed_dim, context.options.tp_size
     if module.num_heads % tp_size:
         valid = ", ".join(str(n) for n in range(1, module.num_heads + 1) if module.num_heads % n == 0)
-        reason = f"num_heads={module.num_heads} with tp={tp_size}"
-        problem = Problem("does-not-divide", name, found=reason, hint=f"valid tp sizes: {valid}")
+        problem = Problem(
+            "does-not-divide",
+            name,
+            found=f"num_heads={module.num_heads} with tp={tp_size}",
+            hint=f"valid tp sizes: {valid}",
+        )
         return Found(left_whole=tuple((join(name, parameter), problem) for parameter in own))
     sections = InterleavedShard(
         0, (width, width, width)
@@ -77,15 +81,19 @@ def find_experts(context: Context, name: str) -> Found | None:
     transposed = getattr(module, "is_transposed", _TRANSPOSED.get(type(module).__name__))
     is_supported = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
     if not from_library(module) or not isinstance(transposed, bool) or not is_supported:
-        reason = "three-dimensional expert weights of unknown arrangement"
-        hint = "write their rules by hand: 'S(0)' along an axis shards by experts"
-        problem = Problem("heads-not-recognised", name, found=reason, hint=hint)
+        problem = Problem(
+            "heads-not-recognised",
+            name,
+            found="three-dimensional expert weights of unknown arrangement",
+            hint="write their rules by hand: 'S(0)' along an axis shards by experts",
+        )
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     out_dim, in_dim = (2, 1) if transposed else (1, 2)
     width = down.shape[in_dim]
     if gate_up.shape[out_dim] != 2 * width or width % context.options.tp_size:
-        reason = f"{width} channels an expert with tp={context.options.tp_size}"
-        problem = Problem("does-not-divide", name, found=reason)
+        problem = Problem(
+            "does-not-divide", name, found=f"{width} channels an expert with tp={context.options.tp_size}"
+        )
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     concatenated = getattr(module, "is_concatenated", True)
     halves, pairs = partial(InterleavedShard, sections=(width, width)), partial(BlockShard, block=2)

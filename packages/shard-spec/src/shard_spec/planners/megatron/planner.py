@@ -89,13 +89,23 @@ def analyse(root: nn.Module, options: Options) -> Analysis:
     notes = [note for one in candidates for note in one.notes]
     for unit in units:
         if unit.kind is TPBlockKind.EXPERTS:
-            reason = "each rank holds a partial output of the experts"
-            hint = "all-reduce the gradients of this module's inputs, router weights too (tp-styles does)"
-            notes.append(Problem("partial-activation", unit.name, found=reason, hint=hint))
+            notes.append(
+                Problem(
+                    "partial-activation",
+                    unit.name,
+                    found="each rank holds a partial output of the experts",
+                    hint="all-reduce the gradients of this module's inputs, router weights too (tp-styles does)",
+                )
+            )
         for name in unit.replicated:
-            reason = "replicated on every rank, used only for the rank's own heads"
-            hint = "sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves"
-            notes.append(Problem("partial-gradient", name, found=reason, hint=hint))
+            notes.append(
+                Problem(
+                    "partial-gradient",
+                    name,
+                    found="replicated on every rank, used only for the rank's own heads",
+                    hint="sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves",
+                )
+            )
     matmul: dict[str, int] = {}
     seen: set[int] = set()  # tied tensors count once
     for name, module in context.modules.items():
@@ -104,9 +114,16 @@ def analyse(root: nn.Module, options: Options) -> Analysis:
                 seen.add(id(parameter))
                 matmul[join(name, key)] = parameter.numel() * parameter.element_size()
     decided = {cut.name for unit in units for cut in unit.cuts} | set(left_whole)  # left_whole has its own reason
-    reason = "belongs to no attention, feed-forward block, expert or head that this planner recognises"
-    hint = "it stays replicated; add a rule for it if its size matters"
-    unknown = {n: Problem("heads-not-recognised", n, found=reason, hint=hint) for n in matmul if n not in decided}
+    unknown = {
+        n: Problem(
+            "heads-not-recognised",
+            n,
+            found="belongs to no attention, feed-forward block, expert or head that this planner recognises",
+            hint="it stays replicated; add a rule for it if its size matters",
+        )
+        for n in matmul
+        if n not in decided
+    }
     return Analysis(units, left_whole, unknown, tuple(notes), matmul)
 
 
@@ -185,9 +202,14 @@ class MegatronPlanner(LayoutPlanner):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             owner = first.setdefault(id(parameter), name)
             if name in layouts and by_first_name.setdefault(owner, layouts[name]) != layouts[name]:
-                reason = f"{owner} -> {by_first_name[owner]}, {name} -> {layouts[name]}"
-                hint = "untie them or write the rule by hand"
-                problems.append(Problem("tied-weights", name, found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "tied-weights",
+                        name,
+                        found=f"{owner} -> {by_first_name[owner]}, {name} -> {layouts[name]}",
+                        hint="untie them or write the rule by hand",
+                    )
+                )
         raise_problems(problems)
         notes = (*analysis.left_whole.values(), *analysis.notes)
         return Decisions(by_first_name, merge_notes(notes), analysis.unrecognised, axis_roles={self.axis: "model"})
