@@ -14,7 +14,7 @@ from recipes import RECIPES, assignment, price
 from shard_spec import MeshSpec, PlanError
 from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
 from shard_spec.optimal import OptimalPlanner, Workload
-from shard_spec.optimal.operations import moving
+from shard_spec.optimal.model import moving
 from torch import Tensor, nn
 
 MACHINE = Topology(10**9, 8, 100e9, 10e9, 1e-6, 1e13, name="test")

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.activations import Step, activations_of, simulate
-from shard_spec.estimate.communication import communication_of
-from shard_spec.estimate.memory import memory_of
-from shard_spec.estimate.optimizers import choose_optimizer
+from shard_spec.estimate.activations import ActivationEstimate, Step, activations_of, simulate
+from shard_spec.estimate.communication import Communication, communication_of
+from shard_spec.estimate.memory import Memory, memory_of
+from shard_spec.estimate.optimizers import OptimizerLike, choose_optimizer
 from shard_spec.formatting import human_ranks
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata
-from shard_spec.plan.resolve import examine, plan_problems, resolve
-from shard_spec.report.diff import diff
-from shard_spec.report.explain import explain
+from shard_spec.plan.resolve import Resolution, examine, plan_problems, resolve
+from shard_spec.report.explain import PlanDiff, diff, explain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,16 +27,9 @@ if TYPE_CHECKING:
 
     from shard_spec.apply.apply import Initializer, Source
     from shard_spec.apply.handle import ShardHandle
-    from shard_spec.estimate.activations import ActivationEstimate
-    from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.cost import AlphaBetaCostModel, Topology
-    from shard_spec.estimate.memory import Memory
-    from shard_spec.estimate.optimizers import OptimizerLike
-    from shard_spec.estimate.roles import Batch
-    from shard_spec.estimate.step_options import StepOptions
+    from shard_spec.estimate.step_options import Batch, StepOptions
     from shard_spec.layout.layout import Layout
-    from shard_spec.plan.resolve import Resolution
-    from shard_spec.report.diff import PlanDiff
 
 
 class ShardingPlan(PlanContent):
@@ -326,7 +318,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each layout without DTensor placements.
         """
-        from shard_spec.convert.parallelize import to_dtensor_placements  # imports torch.distributed.tensor
+        from shard_spec.convert.styles import to_dtensor_placements  # imports torch.distributed.tensor
 
         return to_dtensor_placements(self, module)
 
@@ -343,7 +335,7 @@ class ShardingPlan(PlanContent):
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        from shard_spec.convert.parallelize import to_parallelize_plan  # imports torch.distributed.tensor
+        from shard_spec.convert.styles import to_parallelize_plan  # imports torch.distributed.tensor
 
         return to_parallelize_plan(self, module, axis)
 
@@ -371,7 +363,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and for layers that differ.
         """
-        from shard_spec.convert.hf import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
+        from shard_spec.convert.styles import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
 
         return to_hf_tp_plan(self, module, axis)
 
@@ -402,7 +394,7 @@ class ShardingPlan(PlanContent):
         """
         mesh_spec = as_mesh(mesh)
         assert mesh_spec is not None
-        from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
+        from shard_spec.convert.styles import from_hf_tp_plan  # imports torch.distributed.tensor
 
         return cls(**from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
 
@@ -420,7 +412,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for pipeline stages and unknown styles.
         """
-        from shard_spec.convert.hf import from_distributed_config  # imports torch.distributed.tensor
+        from shard_spec.convert.styles import from_distributed_config  # imports torch.distributed.tensor
 
         layouts, roles = from_distributed_config(config, module)
         return cls.from_layouts(layouts, axis_roles=roles).compact(module)

@@ -36,7 +36,7 @@ from shard_spec.apply.tensors import (
     sharding_info,
     tensor_at,
 )
-from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, source_problems, take
+from shard_spec.distributed import broadcast_, group_or_default, on_all_ranks, source_problems, take
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import ReplicateSpec

@@ -17,7 +17,7 @@ from shard_spec._shared.consensus import HEADER_BYTES, all_gather_header, all_ga
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.stale_parameters import mark_current, mark_stale
 from shard_spec.apply.tensors import ExecutionPlan, TensorAction
-from shard_spec.distributed.exchange import gather_shards, on_all_ranks
+from shard_spec.distributed import gather_shards, on_all_ranks
 from shard_spec.layout.layout import Layout
 
 Undo: TypeAlias = Callable[[], object]

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import Problem
 from shard_spec._shared.sharding_info import Section, ShardingInfo
-from shard_spec.distributed.parameter_format import GroupRef, ParameterFormat, choose_format
+from shard_spec.distributed import GroupRef, ParameterFormat, choose_format
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import TensorMetadata
 from shard_spec.specs import ShardingSpec

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.cli.arguments import (
+from shard_spec.cli.search import run_search as run_search
+from shard_spec.cli.sources import (
     batch_of,
     data_axes_of,
     limit_of,
     load,
+    load_model,
     optimizer_of,
+    read_text,
     step_options,
     topology_of,
 )
-from shard_spec.cli.search import run_search as run_search
-from shard_spec.cli.sources import load_model, read_text
 from shard_spec.cli.usage import UsageError
 from shard_spec.estimate.memory import STEP_PARTS, Memory
 from shard_spec.layout.mesh import MeshSpec

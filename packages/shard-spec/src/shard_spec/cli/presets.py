@@ -27,7 +27,7 @@ def _sizes(hidden: int, between: int, layers: int, heads: int, key_heads: int, *
 
 _TIED = {"tie_word_embeddings": True}
 _EXPERTS = {"num_experts_per_tok": 8, "head_dim": 128}
-PRESETS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _LLAMA | _sizes(2048, 8192, 16, 32, 8, head_dim=64, **_TIED),
     "llama-3.2-3b": _LLAMA | _sizes(3072, 8192, 28, 24, 8, head_dim=128, **_TIED),
     "llama-3.1-8b": _LLAMA | _sizes(4096, 14336, 32, 32, 8),

@@ -12,7 +12,7 @@ from torch import nn
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError
 from shard_spec._shared.progress import each_shown
-from shard_spec.cli.arguments import batch_of, limit_of, load, optimizer_of, step_options, topology_of
+from shard_spec.cli.sources import batch_of, limit_of, load, optimizer_of, step_options, topology_of
 from shard_spec.cli.usage import UsageError
 from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec

@@ -19,9 +19,8 @@ from shard_spec._shared.consensus import all_gather_header, all_gather_objects, 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
 from shard_spec._torch_compat import strided_shard_factor
-from shard_spec.distributed.exchange import split
-from shard_spec.layout.intervals import Box
-from shard_spec.layout.layout import Layout
+from shard_spec.distributed import split
+from shard_spec.layout.layout import Box, Layout
 from shard_spec.plan.from_module import layout_of_tensor
 from shard_spec.plan.resolve import resolve
 

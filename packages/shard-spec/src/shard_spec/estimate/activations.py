@@ -35,21 +35,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import engine_references, memory_of, on_every_operator
-from shard_spec.estimate.autocast import Autocast
-from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
-from shard_spec.estimate.exchanges import Exchanges
-from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
-from shard_spec.estimate.kernels import copied_operands, flops_of, run_operator, uncounted_workspace
-from shard_spec.estimate.roles import (
+from shard_spec.estimate.exchanges import Exchanges, Stages, stages_of, watch_stages
+from shard_spec.estimate.fully_shard import (
+    FullyShard,
+    Schedule,
+    block_names,
+    mapped,
+    tensors_of,
+    unit_bytes,
+    unit_transfers,
+    units_of,
+)
+from shard_spec.estimate.kernels import Autocast, copied_operands, flops_of, run_operator, uncounted_workspace
+from shard_spec.estimate.step_options import (
     Batch,
+    Loss,
+    StepOptions,
     expert_modules,
     forward_inputs,
     is_embedding,
     is_token_batch,
+    policy_of,
     role,
 )
-from shard_spec.estimate.stages import Stages, stages_of, watch_stages
-from shard_spec.estimate.step_options import Loss, StepOptions, policy_of
 from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import ModelMetadata, original_of
 from shard_spec.plan.resolve import Resolution

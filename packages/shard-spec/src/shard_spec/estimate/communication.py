@@ -1,6 +1,6 @@
 """Communication of one training step under a plan, axis by axis.
 
-Along data axes by units (see :mod:`shard_spec.estimate.data_parallel`), to the byte. Along model axes a step runs on
+Along data axes by units (see :mod:`shard_spec.estimate.fully_shard`), to the byte. Along model axes a step runs on
 shapes (see :mod:`shard_spec.estimate.activations`): tensor-parallel training moves activations at each boundary.
 """
 
@@ -10,23 +10,19 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec.estimate.activations import Step
-from shard_spec.estimate.cost import AlphaBetaCostModel
-from shard_spec.estimate.data_parallel import Transfer, unit_transfers
+from shard_spec.estimate.cost import AlphaBetaCostModel, Topology
+from shard_spec.estimate.exchanges import Stages, of_fullest_stage, stages_of
+from shard_spec.estimate.fully_shard import Transfer, unit_transfers
 from shard_spec.estimate.memory import MemorySettings, owned_matrices
 from shard_spec.estimate.optimizers import OptimizerChoice
-from shard_spec.estimate.roles import expert_modules, uncounted_axes
-from shard_spec.estimate.stages import Stages, of_fullest_stage, stages_of
-from shard_spec.estimate.step_options import StepOptions, policy_of
+from shard_spec.estimate.step_options import StepOptions, expert_modules, policy_of, uncounted_axes
 from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.resolve import Resolution
-
-if TYPE_CHECKING:
-    from shard_spec.estimate.cost import Topology
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,20 @@ from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
-from shard_spec.estimate.data_parallel import unit_transfers
-from shard_spec.estimate.optimizers import OPTIMIZERS, OptimizerChoice, OptimizerLike, OptimizerState, choose_optimizer
-from shard_spec.estimate.owners import Owned, OwnedTensor, owned_by_ranks, redundancy_free
-from shard_spec.estimate.roles import local_shapes
-from shard_spec.estimate.stages import Stages, stages_of
-from shard_spec.estimate.step_options import StepOptions
+from shard_spec.estimate.exchanges import Stages, stages_of
+from shard_spec.estimate.fully_shard import unit_transfers
+from shard_spec.estimate.optimizers import (
+    OPTIMIZERS,
+    OptimizerChoice,
+    OptimizerLike,
+    OptimizerState,
+    Owned,
+    OwnedTensor,
+    choose_optimizer,
+    owned_by_ranks,
+    redundancy_free,
+)
+from shard_spec.estimate.step_options import StepOptions, local_shapes
 from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec

@@ -13,12 +13,19 @@ from torch import nn
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, Topology
-from shard_spec.estimate.data_parallel import block_names
+from shard_spec.estimate.fully_shard import block_names
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import InterleavedShard, PlacementSpec, ShardSpec
-from shard_spec.optimal.model import ROLE_STRATEGIES, StepModel, StrategyPerAxis, Workload
-from shard_spec.optimal.operations import Operation, Structure, structure_of
+from shard_spec.optimal.model import (
+    ROLE_STRATEGIES,
+    Operation,
+    StepModel,
+    StrategyPerAxis,
+    Structure,
+    Workload,
+    structure_of,
+)
 from shard_spec.optimal.problem import CappedSolution, InfeasibleError, least_memory, solve_capped, solve_exact
 from shard_spec.plan.metadata import metadata_of
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, OptimalityBound

@@ -13,16 +13,12 @@ from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.axis_roles import AxisRoles, role_problems, roles_of
-from shard_spec.plan.content import Rule
+from shard_spec.plan.content import PlanContent, Rule, is_spec, to_layout
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
-from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.specs.base import ShardingSpec, from_torch
+from shard_spec.specs import ShardingSpec, from_torch
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.metadata import ModelMetadata
 
 
 Checked: TypeAlias = set[tuple[Layout, tuple[int, ...]]]  # layouts that are valid for a shape

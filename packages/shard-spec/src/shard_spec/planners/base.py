@@ -11,8 +11,8 @@ from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.estimate.data_parallel import block_names
-from shard_spec.estimate.roles import expert_modules
+from shard_spec.estimate.fully_shard import block_names
+from shard_spec.estimate.step_options import expert_modules
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.layout.placements import ReplicateSpec, ShardSpec, StageShard

@@ -22,8 +22,7 @@ from shard_spec.planners.megatron.blocks import (
     TPBlock,
     TPBlockKind,
 )
-from shard_spec.planners.megatron.mlp import find_mlps
-from shard_spec.planners.megatron.others import find_experts, find_multihead_attention, find_vocabulary
+from shard_spec.planners.megatron.others import find_experts, find_mlps, find_multihead_attention, find_vocabulary
 from shard_spec.planners.modules.linear import join
 
 if TYPE_CHECKING:
