@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal.problem import PairwiseProblem
+from shard_spec.optimal.problem import Eliminator, PairwiseProblem
 from shard_spec.planners.base import merge_notes
 from shard_spec.planners.megatron.blocks import Context, Cut, Options, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.planner import Analysis, analyse
@@ -381,6 +381,11 @@ class StepModel:
                 table = [[0.0 if one == other else math.inf for other in stored[1]] for one in stored[0]]
                 problem.add_edge(operation.tied_to, index, table)
         return problem
+
+    @cached_property
+    def solver(self) -> Eliminator:
+        """The problem with its elimination order, and the solutions that every limit shares."""
+        return Eliminator(self.problem)
 
     # ---- allowed strategies ----
 

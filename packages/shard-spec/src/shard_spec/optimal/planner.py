@@ -26,7 +26,7 @@ from shard_spec.optimal.model import (
     Workload,
     structure_of,
 )
-from shard_spec.optimal.problem import CappedSolution, InfeasibleError, least_memory, solve_capped, solve_exact
+from shard_spec.optimal.problem import CappedSolution, InfeasibleError
 from shard_spec.plan.metadata import metadata_of
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, OptimalityBound
 
@@ -142,8 +142,7 @@ class OptimalPlanner(LayoutPlanner):
             if not all(model.choices):
                 continue  # an operation without a strategy
             try:
-                free = solve_exact(model.problem)
-                if best is not None and free.objective >= best[1].objective:
+                if best is not None and model.solver.best.objective >= best[1].objective:
                     continue  # without a limit it is no faster
                 solution = _within(model, self.memory_limit)
             except InfeasibleError as error:
@@ -167,11 +166,11 @@ def _within(model: StepModel, limit: int) -> CappedSolution:
     bound, cap = -math.inf, limit
     while True:
         try:
-            solution = solve_capped(model.problem, cap)
+            solution = model.solver.within(cap)
         except InfeasibleError as error:
             if error.least_bytes < 0:
                 raise  # not a matter of memory
-            least = least_memory(model.problem).assignment
+            least = model.solver.fewest.assignment
             total = model.memory_bytes(least)
             if total > limit:
                 raise InfeasibleError(total, limit) from None
