@@ -11,7 +11,7 @@ from shard_spec.estimate.communication import Communication, communication_of
 from shard_spec.estimate.memory import Memory, memory_of
 from shard_spec.estimate.optimizers import OptimizerLike, choose_optimizer
 from shard_spec.formatting import human_ranks
-from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.layout.mesh import MeshLike, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata
@@ -215,8 +215,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model.
         """
-        resolution = resolve(self, module)
-        return activations_of(_simulated(resolution, module, batch, step), module, step)
+        return activations_of(_simulated(resolve(self, module), module, batch, step), module, step)
 
     def communication(
         self,
@@ -290,11 +289,10 @@ class ShardingPlan(PlanContent):
     ) -> ShardingPlan:
         """Build a plan with one exact rule for each name, e.g. ``ShardingPlan.from_layouts(plan.resolve(model))``."""
         meshes = {layout.mesh for layout in layouts.values()}
-        mesh = next(iter(meshes)) if len(meshes) == 1 else None
-        return cls(layouts, mesh=mesh, strict=strict, axis_roles=axis_roles)
+        return cls(layouts, mesh=next(iter(meshes)) if len(meshes) == 1 else None, strict=strict, axis_roles=axis_roles)
 
     @classmethod
-    def from_module(cls, module: nn.Module, mesh: MeshSpec | Mapping[str, int] | str | None = None) -> ShardingPlan:
+    def from_module(cls, module: nn.Module, mesh: MeshLike | None = None) -> ShardingPlan:
         """Return the plan of a live model: DTensors and local shards by their placements, plain tensors replicated.
 
         Args:
@@ -372,7 +370,7 @@ class ShardingPlan(PlanContent):
         cls,
         tp_plan: Mapping[str, str],
         module: nn.Module | ModelMetadata,
-        mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh,
+        mesh: MeshLike,
         axis: str = "tp",
         *,
         prefix: str = "",
@@ -436,7 +434,8 @@ def _beside(static: Memory, run: Step, module: Any, grads: bool | str, step: Ste
             )
         )
     # Off the CPU torch's optimizers update all parameters at once.
-    foreach = any(each.device.type != "cpu" for each in module.parameters())
     return static.with_activations(
-        activations_of(run, module, step), foreach=foreach, buckets=step.get("ddp") == "buckets"
+        activations_of(run, module, step),
+        foreach=any(each.device.type != "cpu" for each in module.parameters()),
+        buckets=step.get("ddp") == "buckets",
     )

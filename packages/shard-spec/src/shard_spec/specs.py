@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Box, Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec, UnevenShard, chunk
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = [
     "ChunkShardingSpec",
@@ -541,8 +539,7 @@ def as_spec(value: object) -> ShardingSpec | None:
     if isinstance(value, ShardingSpec):
         return value
     if _torch_compat.shard_kind(value) in ("chunk", "enumerable"):
-        spec: ShardingSpec = from_torch(value)
-        return spec
+        return from_torch(value)  # type: ignore[no-any-return]  # from_torch returns any of our classes
     return None
 
 

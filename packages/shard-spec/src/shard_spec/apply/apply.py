@@ -293,8 +293,14 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
                 )
         bound = on_mesh(layout, spec, name)
         own = None if isinstance(bound, Problem) else bound
-        needed = source == "local" or (source == "scatter" and me == call.src_rank)
-        action, wrong = action_of(tensor, metadata, own, replaces=True, needs_values=needed, local=True)
+        action, wrong = action_of(
+            tensor,
+            metadata,
+            own,
+            replaces=True,
+            needs_values=source == "local" or (source == "scatter" and me == call.src_rank),
+            local=True,
+        )
         problems += [*wrong, bound] if isinstance(bound, Problem) else wrong
         tensors.append(action)
         if source != "scatter":

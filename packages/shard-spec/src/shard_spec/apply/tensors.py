@@ -250,8 +250,7 @@ class LocalParameter(nn.Parameter):
             copied = LocalParameter(self.detach().clone(), self.requires_grad)
             copied.__dict__.update(self.__dict__)
             memo[id(self)] = copied
-        twin: LocalParameter = memo[id(self)]
-        return twin
+        return memo[id(self)]  # type: ignore[no-any-return]  # a memo is untyped
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))

@@ -6,7 +6,9 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
@@ -29,9 +31,6 @@ from shard_spec.plan.axis_roles import DATA_ROLES, ROLE_BY_NAME
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
 from shard_spec.report.explain import near_names
 from shard_spec.sharding_plan import ShardingPlan
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -128,8 +127,7 @@ def _planned(
             raise UsageError(
                 f"no planner {name!r}: megatron, expert, stage, fsdp, or auto; OptimalPlanner is called from Python"
             )
-    planner = plans[0] if len(plans) == 1 else planners.compose(*plans)
-    plan = planner.build_plan(model)
+    plan = (plans[0] if len(plans) == 1 else planners.compose(*plans)).build_plan(model)
     sharding = {axis for layout in plan.resolve(model).values() for axis in layout.sharded_axes}  # axes with an effect
     # Data axes may replicate; stages are split outside the plan.
     planned = (axis for axis, size in mesh.axes.items() if size > 1 and axis not in sharding)

@@ -60,16 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from shard_spec.__about__ import __version__
 
-    description = "Say, check and explain how a model's tensors lie on ranks."
-    parser = argparse.ArgumentParser(prog="shard-spec", description=description)
+    parser = argparse.ArgumentParser(
+        prog="shard-spec", description="Say, check and explain how a model's tensors lie on ranks."
+    )
     parser.add_argument("--version", action="version", version=f"shard-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     plan = _add(commands, "plan", "make a plan for a model and print its cost")
     plan.add_argument("model")
     plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8")
-    planners = "stage, megatron, expert, fsdp, joined by +, or auto: by the axes pp, tp, ep, and fsdp or dp"
-    plan.add_argument("--planner", default="auto", help=planners)
+    plan.add_argument(
+        "--planner",
+        default="auto",
+        help="stage, megatron, expert, fsdp, joined by +, or auto: by the axes pp, tp, ep, and fsdp or dp",
+    )
     plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     _costs(plan)
 
@@ -121,6 +125,11 @@ def _costs(parser: argparse.ArgumentParser, *, page: bool = True) -> None:
     parser.add_argument("--batch", metavar="SxL", help="sequences x length of a global step, for example 512x8192")
     parser.add_argument("--loss", help="causal-lm (default), vocab-parallel or none")
     parser.add_argument("--checkpointing", action="store_true", help="each repeated block is recomputed in backward")
-    batches = "batches before the optimizer's step, 1 by default; --batch is one of them"
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help=batches)
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="batches before the optimizer's step, 1 by default; --batch is one of them",
+    )
     parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")

@@ -81,8 +81,7 @@ def _combinations(ranks: int) -> list[tuple[dict[str, int], str]]:
     """Return meshes of ``ranks`` ranks by their axes, each with a planner: data beside tensor parallelism."""
     combinations = []
     for tp in (size for size in range(1, ranks + 1) if ranks % size == 0):
-        axes = {"dp": ranks // tp, "tp": tp}
-        mesh = {axis: size for axis, size in axes.items() if size > 1} or {"dp": 1}
+        mesh = {axis: size for axis, size in {"dp": ranks // tp, "tp": tp}.items() if size > 1} or {"dp": 1}
         model = ["megatron"] if tp > 1 else []
         combinations.append((mesh, "+".join(model) or "replicate"))
         if "dp" in mesh and ranks > 1:

@@ -202,8 +202,7 @@ def _refuse_giants(path: Path | str, settings: Any, depth: int = 0) -> None:
     """Refuse configs of too many modules: they are built one by one, on meta too."""
     if depth > _MAX_DEPTH:  # before Python's recursion limit
         raise UsageError(f"{path} is nested deeper than {_MAX_DEPTH}")
-    items = settings.items() if isinstance(settings, dict) else enumerate(settings)
-    for key, value in items:
+    for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
         if isinstance(value, dict | list):
             _refuse_giants(path, value, depth + 1)
         elif isinstance(value, int) and abs(value) > _MAX_NUMBER:
@@ -255,8 +254,15 @@ def _header(path: Path) -> list[TensorMetadata]:
         # Packed values have no gradient, and neither have the scales stored beside them.
         plain = dtype.startswith(("float", "bfloat")) and not dtype.startswith("float8")
         of_packed = re.fullmatch(r"(.*)_(scale|scale_inv|activation_scale|input_scale)", name)
-        trains = plain and not (of_packed and kinds.get(of_packed[1], ("",))[0].startswith(("F8", "U8", "I8")))
-        tensors.append(TensorMetadata(name, shape, dtype, requires_grad=trains))
+        tensors.append(
+            TensorMetadata(
+                name,
+                shape,
+                dtype,
+                requires_grad=plain
+                and not (of_packed and kinds.get(of_packed[1], ("",))[0].startswith(("F8", "U8", "I8"))),
+            )
+        )
     return tensors
 
 

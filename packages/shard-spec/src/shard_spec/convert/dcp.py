@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.chunked_tensor import ChunkedTensor
@@ -21,14 +22,10 @@ from shard_spec._shared.sharding_info import sharding_info_of
 from shard_spec._torch_compat import strided_shard_factor
 from shard_spec.distributed import split
 from shard_spec.layout.layout import Box, Layout
+from shard_spec.plan.content import PlanContent
 from shard_spec.plan.from_module import layout_of_tensor
+from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import resolve
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.metadata import ModelMetadata
 
 _METHODS = ("size", "dim", "numel", "element_size", "__repr__", "is_floating_point", "is_complex")
 _PROPERTIES = ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "is_sparse")

@@ -335,8 +335,7 @@ def from_hf_tp_plan(
         if key not in used
     ]
     raise_problems(unused, "the tp_plan does not fit the model")
-    buffers = [alias for tensor in metadata.buffers for alias in tensor.aliases]
-    rules = glob_rules(values, (), buffers)
+    rules = glob_rules(values, (), [alias for tensor in metadata.buffers for alias in tensor.aliases])
     return {"plan": rules, "output_plan": output or None, "mesh": mesh, "axis_roles": {axis: "model"}}
 
 

@@ -259,8 +259,9 @@ class Step(nn.Module):
         sizes = {memory: (flow.local_bytes(memory, storage), at) for memory, (storage, at) in storages.items()}
         for memory, allocation in flow.alive.items():
             if memory not in returned and allocation not in timeline.gathered:
-                own = timeline.sizes[allocation], timeline.stage_of[allocation]
-                sizes.setdefault(memory, own)  # setdefault: hooks' entries win
+                sizes.setdefault(
+                    memory, (timeline.sizes[allocation], timeline.stage_of[allocation])
+                )  # setdefault: hooks' entries win
         for size, stage in sizes.values():
             self.local_bytes[stage] = self.local_bytes.get(stage, 0) + size
         storages.clear()  # only the step itself may keep memory alive
@@ -401,8 +402,7 @@ class _TorchFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and args[0].is_meta:
-            values = self._flow.values.read(args[0])
-            return func(values, *args[1:], **(kwargs or {}))
+            return func(self._flow.values.read(args[0]), *args[1:], **(kwargs or {}))
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(map(self._index, args[1]))
         if func is torch.tensor and torch.device((kwargs or {}).get("device") or "cpu").type == "meta":
@@ -441,8 +441,7 @@ class _TorchFunctions(TorchFunctionMode):
             alike = q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
             if self._has_efficient and alike and not (equal or dropout_p or mask is not None):  # values of another size
                 efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-                result: torch.Tensor = efficient(q, k, v, None, True, 0.0, is_causal, scale=scale)[0]
-                return result
+                return efficient(q, k, v, None, True, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]  # torch's
             if dropout_p or not equal or (mask is not None and mask.requires_grad):
                 unfused = functional.scaled_dot_product_attention
                 return unfused(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -451,8 +450,7 @@ class _TorchFunctions(TorchFunctionMode):
             results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
             )
-            output: torch.Tensor = results[0]
-            return output
+            return results[0]  # type: ignore[no-any-return]  # torch's
 
         return self._exchanges.attend(query, key, value, attn_mask, attention)
 
@@ -617,8 +615,7 @@ class _Values:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a tensor. Tensors off meta are constants of the forward, such as index lists."""
         if tensor.is_meta:
-            values: torch.Tensor | None = self._known.get(tensor)
-            return values
+            return self._known.get(tensor)  # type: ignore[no-any-return]  # torch's
         return None if memory_of(tensor) in self.host else tensor
 
     def _real(self, value: Any) -> Any:

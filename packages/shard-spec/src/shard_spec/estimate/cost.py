@@ -89,8 +89,7 @@ class Topology:
                 # Row-major numbering: members of a group are `stride` apart.
                 on_host: dict[int, int] = {}
                 for position in range(block + offset, block + offset + stride * size, stride):
-                    rank = position if ranks is None else ranks[position]
-                    host = rank // self.ranks_per_host
+                    host = (position if ranks is None else ranks[position]) // self.ranks_per_host
                     on_host[host] = on_host.get(host, 0) + 1
                 fewest = min(fewest, *on_host.values())
         if fewest >= size:  # no group leaves its host

@@ -341,8 +341,11 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
             uses = accumulate * (1 + (bool(unit) and in_backward)) if op == "all_gather" else accumulate
             uses = 1 if op != "all_gather" and options.get("sync") == "last" else uses
             transfers.append(Transfer(axis, op, what, unit, size, uses, mesh.axis_size(axis), stage))
-    shards = any(each.op == "all_gather" for each in transfers)
-    check_effects(options, shards=shards, replicates=any(mesh.axis_size(axis) > 1 for axis in data_axes))
+    check_effects(
+        options,
+        shards=any(each.op == "all_gather" for each in transfers),
+        replicates=any(mesh.axis_size(axis) > 1 for axis in data_axes),
+    )
     return transfers
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MAX_RANKS = 1 << 24
+MeshLike: TypeAlias = "MeshSpec | Mapping[str, int] | str | DeviceMesh"
 
 _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 
@@ -273,7 +274,7 @@ def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:
     )
 
 
-def as_mesh(mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None) -> MeshSpec | None:
+def as_mesh(mesh: MeshLike | None) -> MeshSpec | None:
     """Convert any value of a ``mesh=`` argument to a ``MeshSpec``."""
     if mesh is None or isinstance(mesh, MeshSpec):
         return mesh

@@ -131,8 +131,7 @@ class ShardSpec(CuttingPlacement):
     def lengths(self, length: int, count: int) -> set[int]:
         """See `CuttingPlacement.lengths`; from three ranks: the first, the last non-empty one, and the last."""
         step = max(-(-length // count), 1)  # length 0: no division by 0
-        last_full = length // step
-        return {chunk(length, count, at)[1] for at in (0, min(last_full, count - 1), count - 1)}
+        return {chunk(length, count, at)[1] for at in (0, min(length // step, count - 1), count - 1)}
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,7 @@ class BatchRows:
 
     def line(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return ``mesh`` if its axis is the group in order, else that of the rows."""
-        same = mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == self.group.ranks
-        return mesh if same else self.mesh
+        return mesh if (mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == self.group.ranks) else self.mesh
 
     def enter(self, rows: torch.Tensor, name: str, mesh: DeviceMesh, problem: str = "") -> DTensor:
         """The full batch, sharded by rows, on ``line(mesh)``. A collective of 64 bytes that compares the inputs.
@@ -115,8 +114,14 @@ class BatchRows:
         mine = digest + count.to_bytes(8, "big") + bytes([requires_grad])
         headers = all_gather_header(self.group.group, mine, subject, NOT_RUN)
         if problem or len({header[: len(digest)] for header in headers}) > 1:
-            hint = "pass local batches that can be concatenated, in one grad mode and autocast"
-            raise_joined(self.group.group, subject, lines, error, hint=hint, state=NOT_RUN)
+            raise_joined(
+                self.group.group,
+                subject,
+                lines,
+                error,
+                hint="pass local batches that can be concatenated, in one grad mode and autocast",
+                state=NOT_RUN,
+            )
         counts = [int.from_bytes(header[len(digest) : len(digest) + 8], "big") for header in headers]
         total = sum(counts)
         if counts != self.chunks(total):
@@ -277,8 +282,7 @@ class CompareAndHook:
             frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
             line = f"{fqn}: {str(tensor.dtype).removeprefix('torch.')}, {'whole' if plain else 'a shard'}{frozen}"
             # Ranks never compared a new tensor; a buffer may be replaced in its module.
-            before = self._known.get(fqn)
-            is_new = before is not (tensor if isinstance(tensor, nn.Parameter) else owner)
+            is_new = self._known.get(fqn) is not (tensor if isinstance(tensor, nn.Parameter) else owner)
             if plain and self.everything and is_new:
                 problems += replica_problems([owner], fqn)
                 line += f", new, with values {tensor_hash(tensor).tolist()}"

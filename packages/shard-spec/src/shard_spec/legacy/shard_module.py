@@ -370,8 +370,7 @@ def shard_module(
     Raises:
         PlanError: With every problem of every rank, before anything moved.
     """
-    group = group_or_default(process_group)
-    return _act(module, lambda: plan, src_rank, group, whole=True)
+    return _act(module, lambda: plan, src_rank, group_or_default(process_group), whole=True)
 
 
 def shard_parameter(

@@ -195,8 +195,9 @@ class _Builder:
                 unit.kind is TPBlockKind.EMBEDDING
                 and self.first_name[id(self.parameters[unit.rows[0].name])] not in self.owner
             ):
-                degrees = self.degrees.get(unit.name, frozenset())
-                table = self._add(unit.name, TABLE, unit.rows, width_out=width, degrees=degrees)
+                table = self._add(
+                    unit.name, TABLE, unit.rows, width_out=width, degrees=self.degrees.get(unit.name, frozenset())
+                )
                 stream = self._stream(f"{unit.name} -> stream", table, -1, width)
         stream = stream if stream >= 0 else self._stream("input -> stream", -1, -1, width)
         for unit in blocks:

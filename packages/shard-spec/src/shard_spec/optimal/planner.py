@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -15,7 +14,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, Topology
 from shard_spec.estimate.fully_shard import block_names
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.mesh import MeshLike, MeshSpec
 from shard_spec.layout.placements import InterleavedShard, PlacementSpec, ShardSpec
 from shard_spec.optimal.model import (
     ROLE_STRATEGIES,
@@ -28,10 +27,7 @@ from shard_spec.optimal.model import (
 )
 from shard_spec.optimal.problem import CappedSolution, InfeasibleError
 from shard_spec.plan.metadata import metadata_of
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, OptimalityBound
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from shard_spec.planners.base import Decisions, LayoutPlanner, OptimalityBound
 
 
 class OptimalPlanner(LayoutPlanner):
@@ -59,7 +55,7 @@ class OptimalPlanner(LayoutPlanner):
         topology: Topology | None = None,
         memory_limit: int | None = None,
         *,
-        mesh: MeshLike | DeviceMesh,
+        mesh: MeshLike,
         workload: Workload,
     ) -> None:
         super().__init__(mesh)

@@ -112,8 +112,7 @@ class Eliminator:
         # Terms shared by all solves: a node's costs, and the edges to nodes that are eliminated later.
         self._fixed: list[list[Tensor]] = []
         for node, neighbours in self.steps:
-            own = problem.costs[node]
-            self._fixed.append([own.reshape(-1, *([1] * len(neighbours)))])
+            self._fixed.append([problem.costs[node].reshape(-1, *([1] * len(neighbours)))])
         for edge in sorted(problem.matrices):
             at = min(self._position[node] for node in edge)
             self._fixed[at].append(self._aligned_to(at, problem.matrices[edge], edge))

@@ -32,18 +32,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.layout.mesh import MeshLike, MeshSpec, as_mesh
 from shard_spec.layout.placements import PlacementLike, SpecialShard, layout_items, parse_placement, placement_spec
 from shard_spec.plan.axis_roles import role_problems
 from shard_spec.specs import Sharder, ShardingSpec, as_spec
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 MAX_BYTES = 64 * 2**20
 
@@ -116,8 +113,9 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
     """
     if isinstance(value, Layout):
         return value
-    is_layout_like = is_placement(value) or isinstance(value, str | Mapping | Sequence)
-    if not is_layout_like:  # before the mesh: the type is the first error
+    if not (
+        is_placement(value) or isinstance(value, str | Mapping | Sequence)
+    ):  # before the mesh: the type is the first error
         raise PlanError(
             Problem(
                 "wrong-type",
@@ -158,8 +156,7 @@ def items(table: Mapping[str, PlanValue], mesh: MeshSpec | None, problems: list[
 def mesh_document(mesh: MeshSpec) -> dict[str, Any]:
     """Return a mesh as values."""
     axes = [[name, size] for name, size in mesh.axes.items()]
-    ranks = None if mesh.rank_list is None else list(mesh.rank_list)
-    return {"axes": axes, "ranks": ranks}
+    return {"axes": axes, "ranks": (None if mesh.rank_list is None else list(mesh.rank_list))}
 
 
 def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems: list[Problem]) -> Any:
@@ -230,8 +227,7 @@ def from_dict(document: Any) -> dict[str, Any]:
     full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
     if isinstance(full["mesh"], dict):
         full["mesh"] = {"ranks": None, **full["mesh"]}
-    tables = (full, "rules"), (full, "output_plan"), (full, "axis_roles"), (full["mesh"], "axes")
-    for table, key in tables:
+    for table, key in (full, "rules"), (full, "output_plan"), (full, "axis_roles"), (full["mesh"], "axes"):
         if isinstance(table, dict) and isinstance(table.get(key), dict):  # the JSON form is a list of pairs
             table[key] = [[name, value] for name, value in table[key].items()]
     return from_document(full)
@@ -386,7 +382,7 @@ class PlanContent:
         output_plan: Mapping[str, PlanValue] | None = None,
         return_local_tensor: Sequence[str] | None = None,
         *,
-        mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None = None,
+        mesh: MeshLike | None = None,
         strict: bool = False,
         axis_roles: Mapping[str, str] | None = None,
     ) -> None:

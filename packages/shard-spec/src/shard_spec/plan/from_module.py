@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import Section, sharding_info_of
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import REPLICATE, BlockShard, InterleavedShard, PlacementSpec, ShardSpec
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 _FORM = "(device_mesh, placements, global_shape, global_stride[, sections])"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shard_spec._shared.dtypes import FLOATING, ITEM_BYTES
 from shard_spec._shared.problems import PlanError, Problem
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 def require_floating(*dtypes: object) -> None:
@@ -132,9 +132,6 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
     """
     if isinstance(model, ModelMetadata):  # read before
         return model
-    from torch import nn
-    from torch.nn.parameter import is_lazy
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"a plan is about an nn.Module or ModelMetadata, not {type(model).__qualname__}")
     if type(model).__name__ == "OptimizedModule":  # no call for other models: apply asserts its number of frames

@@ -6,7 +6,9 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
@@ -16,10 +18,6 @@ from shard_spec.plan.axis_roles import AxisRoles, role_problems, roles_of
 from shard_spec.plan.content import PlanContent, Rule, is_spec, to_layout
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.specs import ShardingSpec, from_torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 Checked: TypeAlias = set[tuple[Layout, tuple[int, ...]]]  # layouts that are valid for a shape
 
@@ -226,10 +224,15 @@ def _layout_of(rule: Rule, tensor: TensorMetadata, good: Checked, problems: list
         return layout
     wrong = list(layout.problems(tensor.shape, tensor.name))
     if layout.partial:  # DTensor allows it, but a parameter has no pending sum
-        reason = f"a stored {tensor.kind} with the layout {layout}"
-        hint = "partial values come out of computations; replicate or shard what is stored"
-        axis = next(iter(layout.partial))
-        wrong.append(Problem("partial-value", tensor.name, axis=axis, found=reason, hint=hint))
+        wrong.append(
+            Problem(
+                "partial-value",
+                tensor.name,
+                axis=next(iter(layout.partial)),
+                found=f"a stored {tensor.kind} with the layout {layout}",
+                hint="partial values come out of computations; replicate or shard what is stored",
+            )
+        )
     problems.extend(wrong)
     if wrong:
         return None

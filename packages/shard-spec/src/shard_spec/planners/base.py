@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -14,14 +14,11 @@ from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.estimate.fully_shard import block_names
 from shard_spec.estimate.step_options import expert_modules
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.layout.mesh import MeshLike, MeshSpec, as_mesh
 from shard_spec.layout.placements import ReplicateSpec, ShardSpec, StageShard
 from shard_spec.plan.globs import glob_rules, pattern_of
 from shard_spec.plan.metadata import metadata_of
 from shard_spec.sharding_plan import ShardingPlan
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,6 @@ class OptimalityBound:
         if self.memory_limit is not None:
             text += f"; {human_bytes(self.memory_bytes or 0)} of {human_bytes(self.memory_limit)}"
         return text
-
-
-MeshLike = MeshSpec | Mapping[str, int] | str
 
 
 class ShardingPlanner(abc.ABC):
@@ -130,7 +124,7 @@ class LayoutPlanner(ShardingPlanner):
 
     mesh: MeshSpec
 
-    def __init__(self, mesh: MeshLike | DeviceMesh) -> None:
+    def __init__(self, mesh: MeshLike) -> None:
         spec = as_mesh(mesh)
         assert spec is not None
         self.mesh = spec
@@ -280,9 +274,7 @@ class FullyShardPlanner(LayoutPlanner):
         PlanError: an axis is not in the mesh.
     """
 
-    def __init__(
-        self, mesh: MeshLike | DeviceMesh, axis: str | Sequence[str] = "dp", *, context: str | Sequence[str] = ()
-    ) -> None:
+    def __init__(self, mesh: MeshLike, axis: str | Sequence[str] = "dp", *, context: str | Sequence[str] = ()) -> None:
         super().__init__(mesh)
         self.axes, self.context = ((each,) if isinstance(each, str) else tuple(each) for each in (axis, context))
         for name in (*self.axes, *self.context):
@@ -316,7 +308,7 @@ class ExpertParallelPlanner(LayoutPlanner):
             number does not divide by the axis.
     """
 
-    def __init__(self, mesh: MeshLike | DeviceMesh, axis: str = "ep") -> None:
+    def __init__(self, mesh: MeshLike, axis: str = "ep") -> None:
         super().__init__(mesh)
         self.axis, self.size = axis, self.mesh.axis_size(axis)
 
@@ -365,7 +357,7 @@ class StagePlanner(LayoutPlanner):
         PlanError: the axis is not in the mesh; by `build_plan`, the numbers of blocks are not those of the model.
     """
 
-    def __init__(self, mesh: MeshLike | DeviceMesh, axis: str = "pp", blocks: Sequence[int] | None = None) -> None:
+    def __init__(self, mesh: MeshLike, axis: str = "pp", blocks: Sequence[int] | None = None) -> None:
         super().__init__(mesh)
         self.axis, self.size = axis, self.mesh.axis_size(axis)
         self.blocks = None if blocks is None else tuple(blocks)

@@ -9,7 +9,9 @@ import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
@@ -19,9 +21,6 @@ from shard_spec.plan.content import PlanContent, Rule
 from shard_spec.plan.globs import pattern_of
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine, resolve
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def explain(plan: PlanContent, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:

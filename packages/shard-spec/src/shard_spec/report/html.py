@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from importlib import resources
-from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import human_bytes, page_parts
+from shard_spec.estimate.communication import Communication
 from shard_spec.estimate.memory import PARTS, STEP_PARTS, Memory
 from shard_spec.formatting import human_count, human_ranks
+from shard_spec.plan.content import PlanContent
 from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import examine
 from shard_spec.report.explain import alike, tensor_table
-
-if TYPE_CHECKING:
-    from shard_spec.estimate.communication import Communication
-    from shard_spec.plan.content import PlanContent
 
 # One hue for each axis, distinct for the colour-blind too; several axes on one tensor are drawn as stripes.
 _HUES = (210, 28, 145, 285, 55, 0)

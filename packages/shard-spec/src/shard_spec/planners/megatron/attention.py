@@ -165,8 +165,7 @@ def find_attention(context: Context, name: str) -> Found | None:
     if isinstance(heads, Problem):
         return projections.left_whole(heads)
     inner = inner_parameters(context, projections.holder, projections.linears, heads)
-    decide = _fused if projections.fused else _separate
-    return decide(context, projections, heads, inner)
+    return (_fused if projections.fused else _separate)(context, projections, heads, inner)
 
 
 def not_lent(context: Context, found: list[Found]) -> list[Found]:

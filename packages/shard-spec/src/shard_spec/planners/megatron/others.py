@@ -96,8 +96,7 @@ def find_mlps(context: Context, name: str) -> list[Found]:
 
 
 def _by_children(context: Context, name: str, module: nn.Module) -> FeedForward | None:
-    children = context.free(linear_children(name, module))
-    by_name = {child.lower(): view for child, view in children.items()}
+    by_name = {child.lower(): view for child, view in context.free(linear_children(name, module)).items()}
     for down_name, down in by_name.items():
         if down_name not in DOWN:  # w3 may be down or up
             continue
@@ -143,15 +142,17 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         if isinstance(evidence, Problem):
             refused = evidence
             if evidence.code == "heads-not-recognised":
-                text = f"gate and up come out of one linear, in an unknown order; {evidence.found}"
-                refused = replace(evidence, found=text, hint='pass fused="sections" or fused="pairs"')
+                refused = replace(
+                    evidence,
+                    found=f"gate and up come out of one linear, in an unknown order; {evidence.found}",
+                    hint='pass fused="sections" or fused="pairs"',
+                )
             continue
         notes = list(unverified(block.scope, evidence))
         if width % tp_size:
             notes.append(uneven(block.scope, width, tp_size))
         cuts = tuple(cut for view in block.columns for cut in column_cuts(view, placed))
-        unit = block.block(TPBlockKind.MLP, cuts, width, evidence)
-        return Found(unit, notes=tuple(notes))
+        return Found(block.block(TPBlockKind.MLP, cuts, width, evidence), notes=tuple(notes))
     assert refused is not None
     return block.left_whole(refused)
 
@@ -332,5 +333,7 @@ def _head(context: Context, view: LinearView) -> Found:
 
 
 def _vocabulary(unit: TPBlock, tp_size: int) -> Found:
-    notes = (uneven(unit.name, unit.num_pieces, tp_size),) if unit.num_pieces % tp_size else ()
-    return Found(replace(unit, evidence=Evidence.BY_NATURE), notes=notes)
+    return Found(
+        replace(unit, evidence=Evidence.BY_NATURE),
+        notes=(uneven(unit.name, unit.num_pieces, tp_size),) if unit.num_pieces % tp_size else (),
+    )

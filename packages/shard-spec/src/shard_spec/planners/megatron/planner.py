@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec.layout.layout import Layout
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, merge_notes
+from shard_spec.layout.mesh import MeshLike
+from shard_spec.planners.base import Decisions, LayoutPlanner, merge_notes
 from shard_spec.planners.megatron.attention import find_attention, not_lent
 from shard_spec.planners.megatron.blocks import (
     POSITION_WORDS,
@@ -24,10 +24,6 @@ from shard_spec.planners.megatron.blocks import (
 )
 from shard_spec.planners.megatron.others import find_experts, find_mlps, find_multihead_attention, find_vocabulary
 from shard_spec.planners.modules.linear import join
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -169,7 +165,7 @@ class MegatronPlanner(LayoutPlanner):
 
     def __init__(
         self,
-        mesh: MeshLike | DeviceMesh,
+        mesh: MeshLike,
         axis: str = "tp",
         *,
         kv_replicate: bool = False,

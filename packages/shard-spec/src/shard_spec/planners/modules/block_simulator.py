@@ -116,8 +116,7 @@ class _FakeLinear(nn.Module):
         self.writes, self.adds = _random((view.out_features,), seed + 1), _random((view.out_features,), seed + 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        read = torch.matmul(x.double(), self.reads)
-        return read.unsqueeze(-1) * self.writes + self.adds
+        return torch.matmul(x.double(), self.reads).unsqueeze(-1) * self.writes + self.adds
 
 
 class _FakeColumn(_FakeLinear):
