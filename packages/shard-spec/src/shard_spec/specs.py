@@ -96,9 +96,11 @@ class ShardMetadata:
         self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: DeviceLike | None = None
     ) -> None:
         # Copies: later changes of the caller's lists change no shard (and no hash).
-        object.__setattr__(self, "shard_offsets", tuple(int(offset) for offset in shard_offsets))
-        object.__setattr__(self, "shard_sizes", tuple(int(size) for size in shard_sizes))
-        object.__setattr__(self, "placement", None if placement is None else RemoteDevice(placement))
+        vars(self).update(
+            shard_offsets=tuple(int(offset) for offset in shard_offsets),
+            shard_sizes=tuple(int(size) for size in shard_sizes),
+            placement=None if placement is None else RemoteDevice(placement),
+        )
         Box(self.shard_offsets, self.shard_sizes)  # raises if they are invalid
 
     @property
@@ -129,9 +131,11 @@ class TensorShards:
     def __init__(
         self, shards_metadata: Sequence[ShardMetadata], size: Sequence[int], tensor_properties: object = None
     ) -> None:
-        object.__setattr__(self, "shards_metadata", tuple(shards_metadata))
-        object.__setattr__(self, "size", tuple(int(length) for length in size))
-        object.__setattr__(self, "tensor_properties", tensor_properties)
+        vars(self).update(
+            shards_metadata=tuple(shards_metadata),
+            size=tuple(int(length) for length in size),
+            tensor_properties=tensor_properties,
+        )
 
 
 def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
@@ -379,8 +383,10 @@ class ChunkShardingSpec(ShardingSpec):
                 )
             )
         raise_problems(problems)
-        object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "placements", tuple(devices))
+        vars(self).update(
+            dim=dim,
+            placements=tuple(devices),
+        )
 
     def normalized(self, ndim: int) -> ChunkShardingSpec:
         """Return an equal spec with a dim from 0 to ``ndim - 1``.

@@ -321,21 +321,24 @@ def topology_of(arguments: argparse.Namespace) -> Topology | None:
 
 def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of a step; those of no effect without a batch are refused."""
-    given = ("--checkpointing", arguments.checkpointing), ("--loss", arguments.loss)
-    useless = [name for name, value in (*given, ("--accumulate", arguments.accumulate != 1)) if value]
+    options = ("checkpointing", False), ("loss", None), ("accumulate", 1)
+    useless = [f"--{name}" for name, default in options if getattr(arguments, name) not in (default, "")]
     if arguments.batch is None and useless:
         raise UsageError(f"{useless[0]} has no effect without --batch, for example --batch 512x8192")
-    options: dict[str, Any] = {"dtype": arguments.dtype, "checkpointing": arguments.checkpointing}
-    options["loss"] = None if arguments.loss == "none" else arguments.loss or "causal-lm"
-    return options | {"data_axes": data_axes_of(arguments), "accumulate": arguments.accumulate}
+    return {
+        "dtype": arguments.dtype,
+        "checkpointing": arguments.checkpointing,
+        "loss": None if arguments.loss == "none" else arguments.loss or "causal-lm",
+        "data_axes": data_axes_of(arguments),
+        "accumulate": arguments.accumulate,
+    }
 
 
 def optimizer_of(arguments: argparse.Namespace) -> Any:
     """Return the optimizer: a name, or a mapping from patterns of parameters to names."""
-    given: list[str] = arguments.optimizer or ["adamw"]
-    pairs = [text.rpartition("=") for text in given]
-    if len(given) == 1 and not pairs[0][1]:
-        return given[0]
+    pairs = [text.rpartition("=") for text in arguments.optimizer or ["adamw"]]
+    if len(pairs) == 1 and not pairs[0][1]:
+        return pairs[0][2]
     if not all(pattern and name for pattern, _, name in pairs):
         raise UsageError("--optimizer: one NAME, or PATTERN=NAME for each group, for example '**.weight=whole-muon'")
     return {pattern: name for pattern, _, name in pairs}

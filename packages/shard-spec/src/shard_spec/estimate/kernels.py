@@ -20,20 +20,22 @@ from shard_spec._torch_compat import engine_references, memory_of, references
 from shard_spec.estimate.fully_shard import mapped
 
 _ATEN = torch.ops.aten
+_CONVOLUTIONS = {_ATEN.convolution.default: (0, 1), _ATEN.convolution_backward.default: (1, 2)}  # input, weight
 # Of an input (batch, channels, ...) these kernels make a contiguous or channels-last result, whatever its strides are.
-# Position of the input among the arguments.
+# Positions of what decides among the arguments: the first that is channels-last, or else contiguous.
 _CONTIGUOUS = {
-    _ATEN.native_batch_norm.default: 0,
-    _ATEN._native_batch_norm_legit.default: 0,
-    _ATEN._native_batch_norm_legit.no_stats: 0,
-    _ATEN._batch_norm_with_update.default: 0,
-    _ATEN.native_batch_norm_backward.default: 1,
-    _ATEN.batch_norm_backward.default: 1,
-    _ATEN.native_layer_norm_backward.default: 1,
-    _ATEN.max_pool2d_with_indices.default: 0,
-    _ATEN.max_pool2d_with_indices_backward.default: 1,
-    _ATEN.avg_pool2d.default: 0,
-    _ATEN.avg_pool2d_backward.default: 1,
+    _ATEN.native_batch_norm.default: (0,),
+    _ATEN._native_batch_norm_legit.default: (0,),
+    _ATEN._native_batch_norm_legit.no_stats: (0,),
+    _ATEN._batch_norm_with_update.default: (0,),
+    _ATEN.native_batch_norm_backward.default: (1,),
+    _ATEN.batch_norm_backward.default: (1,),
+    _ATEN.native_layer_norm_backward.default: (1,),
+    _ATEN.max_pool2d_with_indices.default: (0,),
+    _ATEN.max_pool2d_with_indices_backward.default: (1,),
+    _ATEN.avg_pool2d.default: (0,),
+    _ATEN.avg_pool2d_backward.default: (1,),
+    **_CONVOLUTIONS,
 }
 # Autograd writes these results into an operand that it alone holds; while a mode watches it makes a new tensor.
 _IN_PLACE = {
@@ -42,7 +44,6 @@ _IN_PLACE = {
     _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
     _ATEN.index_add.default: _ATEN.index_add_.default,
 }
-_CONVOLUTIONS = {_ATEN.convolution.default: (0, 1), _ATEN.convolution_backward.default: (1, 2)}  # input, weight
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -57,18 +58,13 @@ def run_operator(operator: Any, args: Any, kwargs: Any) -> Any:
         halves = (each.to(torch.bfloat16) for each in args[:2])
         return operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
     result = operator(*args, **kwargs)
-    if operator in _CONTIGUOUS:
-        model = args[_CONTIGUOUS[operator]]
-        return (
-            _laid_out(result, model) if isinstance(result, torch.Tensor) else (_laid_out(result[0], model), *result[1:])
-        )
-    if operator in _CONVOLUTIONS:
-        models = [args[at] for at in _CONVOLUTIONS[operator]]
-        model = next((each for each in models if _memory_format(each) != torch.contiguous_format), models[0])
-        if isinstance(result, torch.Tensor):
-            return _laid_out(result, model)
-        return (result[0] if result[0] is None else _laid_out(result[0], model), *result[1:])
-    return result
+    if operator not in _CONTIGUOUS:
+        return result
+    models = [args[at] for at in _CONTIGUOUS[operator]]
+    model = next((each for each in models if _memory_format(each) != torch.contiguous_format), models[0])
+    if isinstance(result, torch.Tensor):
+        return _laid_out(result, model)
+    return (result[0] if result[0] is None else _laid_out(result[0], model), *result[1:])
 
 
 # Operands that a kernel reads in rows alone: it copies others before it starts.

@@ -140,12 +140,14 @@ class Memory:
                 for part, size in zip(STEP_PARTS, (*peak, *more), strict=True):
                     sizes[part][at] = size
                 fullest.append((totals[at] + sum(peak) + sum(more), moment))
-        # Sparse gradients are among the activations of a step.
-        kept = tuple(note for note in self.notes if "sparse tables" not in note)
-        parts = {**self.parts, **{part: tuple(values) for part, values in sizes.items()}}
-        more_lines: dict[str, Any] = {"notes": (*kept, *estimate.notes), "assumptions": estimate.assumptions}
-        moment = max(fullest, key=lambda each: each[0], default=(0, estimate.moment))[1]
-        return replace(self, parts=parts, moment=moment, **more_lines)
+        return replace(
+            self,
+            parts={**self.parts, **{part: tuple(values) for part, values in sizes.items()}},
+            moment=max(fullest, key=lambda each: each[0], default=(0, estimate.moment))[1],
+            # Sparse gradients are among the activations of a step.
+            notes=(*(note for note in self.notes if "sparse tables" not in note), *estimate.notes),
+            assumptions=estimate.assumptions,
+        )
 
     def verdict(self, limit: int | str) -> str:
         """Return one line: does every rank stay within ``limit``? It ends with what was assumed.
@@ -296,10 +298,16 @@ def memory_of(
         sums["master"] = [sum(pair) for pair in zip(sums["master"], owned.masters, strict=True)]
         sums["optimizer"] = [sum(pair) for pair in zip(sums["optimizer"], owned.state, strict=True)]
         steps = [(s + extra, lp + extra) for (s, lp), extra in zip(steps, owned.step, strict=True)]
-    parts = {part: tuple(values) for part, values in sums.items()}
-    more: dict[str, Any] = {"_resolution": resolution, "_settings": settings, "_steps": tuple(steps)}
-    more["notes"] = _notes(resolution, owned, stages, grads, zero)
-    return Memory(ranks, parts, choice.name, tuple(resolution.sharders), **more)
+    return Memory(
+        ranks,
+        {part: tuple(values) for part, values in sums.items()},
+        choice.name,
+        tuple(resolution.sharders),
+        notes=_notes(resolution, owned, stages, grads, zero),
+        _resolution=resolution,
+        _settings=settings,
+        _steps=tuple(steps),
+    )
 
 
 def owned_matrices(resolution: Resolution, settings: MemorySettings) -> Owned | None:

@@ -79,8 +79,10 @@ class Box:
 
     def __post_init__(self) -> None:
         # tuple() also turns torch.Size and lists into plain tuples, so that equal boxes compare equal.
-        object.__setattr__(self, "offsets", tuple(int(offset) for offset in self.offsets))
-        object.__setattr__(self, "sizes", tuple(int(size) for size in self.sizes))
+        vars(self).update(
+            offsets=tuple(int(offset) for offset in self.offsets),
+            sizes=tuple(int(size) for size in self.sizes),
+        )
         problems = []
         if len(self.offsets) != len(self.sizes):
             problems.append(
@@ -139,8 +141,10 @@ class Box:
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
     """Build a box from valid values, without the checks, which cost more than the box."""
     box = object.__new__(Box)
-    object.__setattr__(box, "offsets", offsets)
-    object.__setattr__(box, "sizes", sizes)
+    vars(box).update(
+        offsets=offsets,
+        sizes=sizes,
+    )
     return box
 
 
@@ -208,10 +212,12 @@ class Layout:
         order = tuple(axis for axis in order if axis in own)
         full = order + tuple(axis for axis in own if axis not in order)
         order = () if not order or full == own else full
-        object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "specs", specs)
-        object.__setattr__(self, "order", order)
-        object.__setattr__(self, "_hash", hash((mesh, specs, order)))
+        vars(self).update(
+            mesh=mesh,
+            specs=specs,
+            order=order,
+            _hash=hash((mesh, specs, order)),
+        )
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {str(self)!r})"

@@ -82,10 +82,12 @@ class MeshSpec:
                     Problem("invalid-mesh", "ranks", found=f"{min(rank_list)}", hint="ranks are at least 0")
                 )
             raise_problems(problems)
-        object.__setattr__(self, "axis_names", tuple(axes))
-        object.__setattr__(self, "shape", shape)
-        # None for 0 .. world_size - 1, in one spelling: equal meshes compare equal.
-        object.__setattr__(self, "rank_list", None if rank_list == tuple(range(world)) else rank_list)
+        vars(self).update(
+            axis_names=tuple(axes),
+            shape=shape,
+            # None for 0 .. world_size - 1, in one spelling: equal meshes compare equal.
+            rank_list=None if rank_list == tuple(range(world)) else rank_list,
+        )
 
     def __repr__(self) -> str:
         ranks = "" if self.rank_list is None else f", ranks={self.rank_list!r}"

@@ -182,8 +182,10 @@ class BlockShard(CuttingPlacement):
     def __post_init__(self) -> None:
         _check_dim("BlockShard", self.dim)
         (block,) = _whole_numbers("BlockShard", "block", (self.block,), least=1)
-        object.__setattr__(self, "block", block)
-        object.__setattr__(self, "cyclic", bool(self.cyclic))
+        vars(self).update(
+            block=block,
+            cyclic=bool(self.cyclic),
+        )
 
     def __str__(self) -> str:
         return f"B({self.dim},{self.block},cyclic)" if self.cyclic else f"B({self.dim},{self.block})"

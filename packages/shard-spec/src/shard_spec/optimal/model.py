@@ -379,7 +379,7 @@ class StepModel:
                     [tuple(strategy.weight != "-" for strategy in strategies) for strategies in self.choices[each]]
                     for each in (operation.tied_to, index)
                 ]
-                table = [[0.0 if one == other else math.inf for other in stored[1]] for one in stored[0]]
+                table = [[0.0 if first == other else math.inf for other in stored[1]] for first in stored[0]]
                 problem.add_edge(operation.tied_to, index, table)
         return problem
 
@@ -409,7 +409,10 @@ class StepModel:
             allowed.append(strategies)
         # Ranks that do the same work with the same weight are a last resort, if nothing divides.
         sizes = self.mesh.shape
-        alike = (any(each.name == "whole" and n > 1 for each, n in zip(one, sizes, strict=True)) for one in allowed)
+        alike = (
+            any(each.name == "whole" and n > 1 for each, n in zip(strategies, sizes, strict=True))
+            for strategies in allowed
+        )
         divided = [strategies for strategies, same in zip(allowed, alike, strict=True) if not same]
         return (divided if operation.parameters else allowed) or allowed
 

@@ -272,17 +272,17 @@ class CappedSolution(Solution):
 def _mixed(problem: PairwiseProblem, limit: int, large: Solution, small: Solution) -> list[Solution]:
     """Mix both solutions, one for the first nodes, as close to the limit as possible."""
     mixtures = []
-    for one, other in ((large, small), (small, large)):
+    for head, other in ((large, small), (small, large)):
         first, rest = (
             torch.tensor(
                 [int(amount[choice]) for amount, choice in zip(problem.memory, each.assignment, strict=True)],
                 device="cpu",
             )
-            for each in (one, other)
+            for each in (head, other)
         )
         totals = first.cumsum(0) + rest.sum() - rest.cumsum(0)  # bytes with `one` up to this node
         at = int(torch.where(totals <= limit, totals, -1).argmax()) + 1  # most bytes within the limit
-        assignment = one.assignment[:at] + other.assignment[at:]
+        assignment = head.assignment[:at] + other.assignment[at:]
         if int(totals[at - 1]) <= limit:
             mixtures.append(Solution(assignment, problem.evaluate(assignment)))
     return mixtures

@@ -392,14 +392,14 @@ class PlanContent:
                 raise TypeError(f"ShardingPlan: {name} is a mapping from {content}, not {type(value).__qualname__}")
         if isinstance(return_local_tensor, str):  # tuple() would split it into letters
             raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
-        object.__setattr__(self, "plan", MappingProxyType(dict(plan)))
-        output = None if output_plan is None else MappingProxyType(dict(output_plan))
-        object.__setattr__(self, "output_plan", output)
-        local = None if return_local_tensor is None else tuple(return_local_tensor)
-        object.__setattr__(self, "return_local_tensor", local)
-        object.__setattr__(self, "mesh", as_mesh(mesh))  # frozen dataclass
-        object.__setattr__(self, "strict", bool(strict))
-        object.__setattr__(self, "axis_roles", MappingProxyType(dict(sorted((axis_roles or {}).items()))))
+        vars(self).update(  # frozen dataclass
+            plan=MappingProxyType(dict(plan)),
+            output_plan=None if output_plan is None else MappingProxyType(dict(output_plan)),
+            return_local_tensor=None if return_local_tensor is None else tuple(return_local_tensor),
+            mesh=as_mesh(mesh),
+            strict=bool(strict),
+            axis_roles=MappingProxyType(dict(sorted((axis_roles or {}).items()))),
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlanContent):

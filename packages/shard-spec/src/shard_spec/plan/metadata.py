@@ -51,8 +51,10 @@ class TensorMetadata:
     stored_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
-        object.__setattr__(self, "aliases", tuple(self.aliases) or (self.name,))  # at least its own name
+        vars(self).update(
+            shape=tuple(int(size) for size in self.shape),
+            aliases=tuple(self.aliases) or (self.name,),  # at least its own name
+        )
         if self.dtype not in ITEM_BYTES:
             raise PlanError(
                 Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=f"one of {', '.join(ITEM_BYTES)}")
@@ -97,8 +99,10 @@ class ModelMetadata:
     problems: tuple[Problem, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", tuple(self.tensors))
-        object.__setattr__(self, "modules", dict(self.modules))
+        vars(self).update(
+            tensors=tuple(self.tensors),
+            modules=dict(self.modules),
+        )
 
     @property
     def parameters(self) -> tuple[TensorMetadata, ...]:

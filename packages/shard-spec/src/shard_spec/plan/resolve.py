@@ -273,12 +273,14 @@ def _decide(
     for alias, layout in layouts.items():
         both = layout is not None and layouts[first] is not None
         if both and layout != layouts[first] and not layout.equivalent_to(layouts[first], tensor.shape):  # type: ignore[union-attr, arg-type]  # `both` says neither is None
-            found = f"{first} -> {layouts[first]} by rule {winners[first].key!r}, but {alias} -> {layout}"
             problems.append(
                 Problem(
                     "tied-weights",
                     alias,
-                    found=f"{found} by rule {winners[alias].key!r}",
+                    found=(
+                        f"{first} -> {layouts[first]} by rule {winners[first].key!r}, "
+                        f"but {alias} -> {layout} by rule {winners[alias].key!r}"
+                    ),
                     hint="these names are one tensor: give both the same layout, or only one of them a rule",
                 )
             )

@@ -106,9 +106,11 @@ class PlannedSharding(ShardingPlan):
 
     def __init__(self, rules: Mapping[str, Layout], mesh: MeshSpec, decisions: Decisions) -> None:
         super().__init__(rules, mesh=mesh, axis_roles=decisions.axis_roles)
-        object.__setattr__(self, "notes", tuple(decisions.notes))  # frozen base class: no plain assignment
-        object.__setattr__(self, "unrecognised", dict(decisions.unrecognised))
-        object.__setattr__(self, "certificate", decisions.certificate)
+        vars(self).update(
+            notes=tuple(decisions.notes),  # frozen base class: no plain assignment
+            unrecognised=dict(decisions.unrecognised),
+            certificate=decisions.certificate,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         extra = {name: getattr(self, name) for name in ("notes", "unrecognised", "certificate")}

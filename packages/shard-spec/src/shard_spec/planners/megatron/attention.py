@@ -180,18 +180,18 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
         if linears & QUERY and linears & ATTENTION_OUT and not linears & (KEY | VALUE | FUSED_QKV):
             borrowers[type(each)] = name
     blocks = []
-    for one in found:
-        borrower = None if one.unit is None else borrowers.get(type(context.modules[one.unit.name]))
-        if one.unit is None or borrower is None or one.unit.kind is not TPBlockKind.ATTENTION:
-            blocks.append(one)
+    for candidate in found:
+        borrower = None if candidate.unit is None else borrowers.get(type(context.modules[candidate.unit.name]))
+        if candidate.unit is None or borrower is None or candidate.unit.kind is not TPBlockKind.ATTENTION:
+            blocks.append(candidate)
             continue
         problem = Problem(
             "heads-not-recognised",
-            one.unit.name,
+            candidate.unit.name,
             found=f"layers such as {borrower} have no keys and values of their own and read those of others",
             hint="shard the heads of all of these layers by hand, or of none",
         )
-        blocks.append(Found(left_whole=tuple((cut.name, problem) for cut in one.unit.cuts)))
+        blocks.append(Found(left_whole=tuple((cut.name, problem) for cut in candidate.unit.cuts)))
     return blocks
 
 
@@ -362,7 +362,7 @@ def _evidence(
     is_known = not found.fused and from_library(context.modules[found.holder])
     doubts = (*inner.doubts, *(doubt(name, (1,)) for name in inner.numbers))
     within = f"{found.scope}." if found.scope else ""
-    inside = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
+    inside = {problem.name.removeprefix(within): problem for problem in inner.doubts if problem.name.startswith(within)}
     evidence = Evidence.LIBRARY if is_known else known
     return evidence_of(context, found, slices, evidence, doubts, heads.head_dim, inside)
 
@@ -388,7 +388,7 @@ def evidence_of(
         row_slices = even_slices(row.in_features, context.options.tp_size)
         verdict = simulate_block(context.modules[scope], slices, row, row_slices, head_dim, inside)
         if verdict.separate:  # norms before the columns or after the row are outside the region: not between
-            return next((one for name, one in inside.items() if name in verdict.between), Evidence.PROBED)
+            return next((problem for name, problem in inside.items() if name in verdict.between), Evidence.PROBED)
         if verdict.separate is False:  # None: the forward could not be run, so fall through to the names
             return Problem(
                 "slices-mix",

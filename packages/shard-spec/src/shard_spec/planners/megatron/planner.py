@@ -70,7 +70,11 @@ def analyse(root: nn.Module, options: Options) -> Analysis:
     context = Context(root, options)
     candidates: list[Found] = []
     for name in context.modules:  # attention first: its output projection could pass for a feed-forward row
-        candidates += [one for one in (find_multihead_attention(context, name), find_attention(context, name)) if one]
+        candidates += [
+            candidate
+            for candidate in (find_multihead_attention(context, name), find_attention(context, name))
+            if candidate
+        ]
     candidates = not_lent(context, candidates)
     heads = find_vocabulary(context)  # before feed-forward blocks: a model's `output` is not the row of one
     for name in context.modules:
@@ -79,9 +83,9 @@ def analyse(root: nn.Module, options: Options) -> Analysis:
         experts = find_experts(context, name)
         candidates += [experts] if experts else []
     candidates += heads
-    units = tuple(one.unit for one in candidates if one.unit is not None)
-    left_whole = {name: problem for one in candidates for name, problem in one.left_whole}
-    notes = [note for one in candidates for note in one.notes]
+    units = tuple(candidate.unit for candidate in candidates if candidate.unit is not None)
+    left_whole = {name: problem for candidate in candidates for name, problem in candidate.left_whole}
+    notes = [note for candidate in candidates for note in candidate.notes]
     for unit in units:
         if unit.kind is TPBlockKind.EXPERTS:
             notes.append(

@@ -62,27 +62,27 @@ class BlockSimulator:
         return [
             name
             for name, columns in self._columns.items()
-            if any(bool(one.owned[rank].any()) for one in columns)  # an empty slice cannot reach anything
+            if any(bool(column.owned[rank].any()) for column in columns)  # an empty slice cannot reach anything
             and self.displacement(alone, rank, (name,), others=False) <= self._tolerance
         ]
 
     def displacement(self, alone: Tensor, rank: int, blocks: Iterable[str], *, others: bool) -> float:
         """Measure the result's change under new values of other ranks' channels (or its own)."""
-        columns = [one for name in blocks for one in self._columns[name]]
-        originals = [one.value.clone() for one in columns]
+        columns = [column for name in blocks for column in self._columns[name]]
+        originals = [column.value.clone() for column in columns]
         try:
-            for seed, one in enumerate(columns):
-                mask = ~one.owned[rank] if others else one.owned[rank]
-                moved = one.value + 1
-                if one.value.is_floating_point():  # by the same magnitude: no overflow, no lost bits
-                    scale = float(one.value.abs().mean()) or 0.02
-                    noise = _random(tuple(one.value.shape), 500 + 31 * seed) * 3 * scale
-                    moved = one.value + noise.to(one.value)
-                one.value.copy_(torch.where(mask, moved, one.value))
+            for seed, column in enumerate(columns):
+                mask = ~column.owned[rank] if others else column.owned[rank]
+                moved = column.value + 1
+                if column.value.is_floating_point():  # by the same magnitude: no overflow, no lost bits
+                    scale = float(column.value.abs().mean()) or 0.02
+                    noise = _random(tuple(column.value.shape), 500 + 31 * seed) * 3 * scale
+                    moved = column.value + noise.to(column.value)
+                column.value.copy_(torch.where(mask, moved, column.value))
             changed = self._run(rank)
         finally:
-            for one, value in zip(columns, originals, strict=True):
-                one.value.copy_(value)  # also after an error in the caller's forward
+            for column, value in zip(columns, originals, strict=True):
+                column.value.copy_(value)  # also after an error in the caller's forward
         if changed.shape != alone.shape:  # shapes depend on values
             return float("inf")
         return float((changed - alone).abs().max() / alone.abs().max().clamp_min(1e-30)) if alone.numel() else 0.0
