@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from recipes import RECIPES, assignment, price
 from shard_spec import MeshSpec, PlanError
-from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
+from shard_spec.estimate.communication import AlphaBetaCostModel, Link, Topology
 from shard_spec.optimal import OptimalPlanner, Workload
 from shard_spec.optimal.model import moving
 from torch import Tensor, nn

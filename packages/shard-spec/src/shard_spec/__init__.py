@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shard_spec._shared.problems import PlanError, Problem
     from shard_spec.apply.apply import apply_plan
     from shard_spec.convert.dcp import dcp_state_dict
-    from shard_spec.estimate.cost import topology_preset
+    from shard_spec.estimate.communication import topology_preset
     from shard_spec.estimate.optimizers import OptimizerState
     from shard_spec.layout.layout import Box, Layout
     from shard_spec.layout.mesh import MeshSpec
@@ -74,7 +74,7 @@ __getattr__, __dir__ = lazy_exports(
         "sharding_plan": ("ShardingPlan",),
         "plan.metadata": ("metadata_of",),
         "estimate.optimizers": ("OptimizerState",),
-        "estimate.cost": ("topology_preset",),
+        "estimate.communication": ("topology_preset",),
         "specs": ("ShardingSpec", "ChunkShardingSpec", "EnumerableShardingSpec", "ShardMetadata", "Sharder"),
         "convert.dcp": ("dcp_state_dict",),
         "legacy.shard_module": ("shard_module", "shard_parameter"),

@@ -18,6 +18,7 @@ from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import Resolution, examine, plan_problems, resolve
 from shard_spec.report.explain import PlanDiff, diff, explain
 
+from shard_spec.estimate.communication import AlphaBetaCostModel, Topology
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from shard_spec.apply.apply import Initializer, Source
     from shard_spec.apply.handle import ShardHandle
-    from shard_spec.estimate.cost import AlphaBetaCostModel, Topology
     from shard_spec.estimate.step_options import Batch, StepOptions
     from shard_spec.layout.layout import Layout
 

@@ -18,23 +18,21 @@ from shard_spec._shared.consensus import as_bytes, assert_consistent, mesh_order
 from shard_spec._shared.dtensor import as_dtensor
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.handle import (
+    ExecutionPlan,
+    InfoOnSave,
     Installed,
+    LayGradient,
+    LocalParameter,
     ShardHandle,
+    TensorAction,
     UndoLog,
+    action_of,
     place,
     put,
     run_sharders,
-    undone_on_failure,
-)
-from shard_spec.apply.tensors import (
-    ExecutionPlan,
-    InfoOnSave,
-    LayGradient,
-    LocalParameter,
-    TensorAction,
-    action_of,
     sharding_info,
     tensor_at,
+    undone_on_failure,
 )
 from shard_spec.distributed import broadcast_, group_or_default, on_all_ranks, source_problems, take
 from shard_spec.layout.layout import Layout

@@ -26,7 +26,7 @@ from shard_spec._shared.dtypes import SAFETENSORS
 from shard_spec._shared.page import human_bytes
 from shard_spec.cli.presets import MODELS
 from shard_spec.cli.usage import UsageError
-from shard_spec.estimate.cost import PRESETS, Topology, topology_preset
+from shard_spec.estimate.communication import PRESETS, Topology, topology_preset
 from shard_spec.formatting import bytes_of
 from shard_spec.plan.content import MAX_BYTES, json_values
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata

@@ -33,7 +33,7 @@ from shard_spec._shared.consensus import all_gather_header, assert_consistent, r
 from shard_spec._shared.dtensor import as_dtensor
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.tensors import (
+from shard_spec.apply.handle import (
     LayGradient,
     SumGradient,
     counted_on,

@@ -19,12 +19,15 @@ from shard_spec import _torch_compat
 from shard_spec._shared.consensus import problems_of
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.apply import Call, carry_out
-from shard_spec.apply.handle import Installed, ShardHandle, UndoLog, put
-from shard_spec.apply.tensors import (
+from shard_spec.apply.handle import (
     ExecutionPlan,
+    Installed,
+    ShardHandle,
     TensorAction,
+    UndoLog,
     action_of,
     is_sharded,
+    put,
     replica_problems,
     summed_over,
     tensor_at,

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
+from shard_spec.estimate.communication import AlphaBetaCostModel, Link, Topology
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal.problem import Eliminator, PairwiseProblem
 from shard_spec.planners.base import merge_notes
 from shard_spec.planners.megatron.blocks import Context, Cut, Options, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.planner import Analysis, analyse
-from shard_spec.planners.modules.linear import first_declared, places_of
+from shard_spec.planners.modules.block_simulator import first_declared, places_of
 
 CUT = "bsh"
 

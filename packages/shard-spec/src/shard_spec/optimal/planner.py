@@ -11,7 +11,7 @@ from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, Topology
+from shard_spec.estimate.communication import PRESETS, AlphaBetaCostModel, Topology
 from shard_spec.estimate.fully_shard import block_names
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshLike, MeshSpec

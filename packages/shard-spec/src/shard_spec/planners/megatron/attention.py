@@ -25,18 +25,20 @@ from shard_spec.planners.megatron.blocks import (
     leaf,
     parent,
 )
-from shard_spec.planners.modules.block_simulator import Slices, even_slices, simulate_block
-from shard_spec.planners.modules.linear import (
+from shard_spec.planners.modules.block_simulator import (
     HEAD_DIM,
     NUM_HEADS,
     Heads,
     LinearView,
+    Slices,
     as_linear,
+    even_slices,
     first_declared,
     from_library,
     join,
     linear_children,
     places_of,
+    simulate_block,
     words,
 )
 

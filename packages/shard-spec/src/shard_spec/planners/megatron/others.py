@@ -25,11 +25,12 @@ from shard_spec.planners.megatron.blocks import (
     TPBlockKind,
     leaf,
 )
-from shard_spec.planners.modules.block_simulator import Slices, even_slices
-from shard_spec.planners.modules.linear import (
+from shard_spec.planners.modules.block_simulator import (
     LinearView,
+    Slices,
     as_linear,
     declared_vocab_sizes,
+    even_slices,
     from_library,
     join,
     linear_children,

@@ -23,7 +23,7 @@ from shard_spec.planners.megatron.blocks import (
     TPBlockKind,
 )
 from shard_spec.planners.megatron.others import find_experts, find_mlps, find_multihead_attention, find_vocabulary
-from shard_spec.planners.modules.linear import join
+from shard_spec.planners.modules.block_simulator import join
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
