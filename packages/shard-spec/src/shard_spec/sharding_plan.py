@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate, Step, activations_of, simulate
-from shard_spec.estimate.communication import Communication, communication_of
+from shard_spec.estimate.communication import AlphaBetaCostModel, Communication, Topology, communication_of
 from shard_spec.estimate.memory import Memory, memory_of
 from shard_spec.estimate.optimizers import OptimizerLike, choose_optimizer
 from shard_spec.formatting import human_ranks
@@ -18,7 +18,6 @@ from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import Resolution, examine, plan_problems, resolve
 from shard_spec.report.explain import PlanDiff, diff, explain
 
-from shard_spec.estimate.communication import AlphaBetaCostModel, Topology
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup

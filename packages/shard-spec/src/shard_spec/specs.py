@@ -268,16 +268,16 @@ class ShardingSpec(abc.ABC):
         problems = cover_problems(boxes, shape)
         if not any(problem.code == "shape-mismatch" for problem in problems):
             problems += overlap_problems(boxes)  # needs boxes of one number of dims
-        for shard in shards:
-            if shard.rank is None:
-                problems.append(
-                    Problem(
-                        "invalid-layout",
-                        "placements",
-                        found=f"{shard.placement}",
-                        hint="name the rank that holds the shard, as in 'rank:0/cuda:0'",
-                    )
-                )
+        problems += [
+            Problem(
+                "invalid-layout",
+                "placements",
+                found=f"{shard.placement}",
+                hint="name the rank that holds the shard, as in 'rank:0/cuda:0'",
+            )
+            for shard in shards
+            if shard.rank is None
+        ]
         raise_problems(problems, f"{type(self).__name__} does not fit a tensor of shape {tuple(shape)}")
         return shards
 

@@ -104,25 +104,35 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
 def argument_problems(call: Call, mesh: DeviceMesh, plan_roles: Mapping[str, str]) -> list[Problem]:
     """Report arguments that are wrong or contradict each other, and axes that a plan cannot be applied along."""
     init: object = call.init
-    problems, source = mesh_order_problems(mesh), call.source
-    if source not in SOURCES:
-        problems.append(
-            Problem("invalid-argument", "source", found=repr(source), hint=f"one of {', '.join(map(repr, SOURCES))}")
-        )
-    problems += source_problems(call.src_rank, dist.get_world_size(call.group))
-    if init is not None and source != "meta":
-        problems.append(
-            Problem(
-                "conflicting-arguments",
-                "init",
-                found=f"init= with source={source!r}",
-                hint="init fills meta tensors: use source='meta', or leave it out",
-            )
-        )
-    if not (init is None or callable(init)):
-        problems.append(
-            Problem("invalid-argument", "init", found=repr(init), hint="a function init(fqn, tensor), or None")
-        )
+    source = call.source
+    rules = (
+        (
+            "invalid-argument",
+            source not in SOURCES,
+            "source",
+            repr(source),
+            f"one of {', '.join(map(repr, SOURCES))}",
+        ),
+        (
+            "conflicting-arguments",
+            init is not None and source != "meta",
+            "init",
+            f"init= with source={source!r}",
+            "init fills meta tensors: use source='meta', or leave it out",
+        ),
+        (
+            "invalid-argument",
+            not (init is None or callable(init)),
+            "init",
+            repr(init),
+            "a function init(fqn, tensor), or None",
+        ),
+    )
+    problems = [
+        *mesh_order_problems(mesh),
+        *(Problem(code, name, found=found, hint=hint) for code, wrong, name, found, hint in rules if wrong),
+        *source_problems(call.src_rank, dist.get_world_size(call.group)),
+    ]
     # A layout cannot express that a rank holds none of the layers of another stage.
     hint = "apply one stage's plan on the mesh of that stage, mesh[the other axes]"
     reason = "the stages of a pipeline hold different layers"

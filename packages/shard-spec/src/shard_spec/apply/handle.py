@@ -127,36 +127,25 @@ def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
                 hint="undo that first, or leave it out of the plan",
             )
         ]
-    problems = []
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
-        problems.append(
-            Problem(
-                "unsupported-tensor",
-                name,
-                found=f"a {type(tensor).__qualname__} of layout {tensor.layout}",
-                hint="only plain dense tensors are sharded",
-            )
-        )
-    if tensor.grad is not None:
-        problems.append(
-            Problem(
-                "unsupported-tensor",
-                name,
-                found="it has a gradient, which would be lost",
-                hint="call zero_grad(set_to_none=True) first",
-            )
-        )
-    # Other hooks than ours would be lost with the tensor.
-    if any(not isinstance(hook, SumGradient) for hook in _torch_compat.tensor_hooks(tensor)):
-        problems.append(
-            Problem(
-                "unsupported-tensor",
-                name,
-                found="it has gradient hooks, which would be lost",
-                hint="register them after sharding",
-            )
-        )
-    return problems
+    hooks = _torch_compat.tensor_hooks(tensor)
+    rules = (
+        (
+            type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided,
+            f"a {type(tensor).__qualname__} of layout {tensor.layout}",
+            "only plain dense tensors are sharded",
+        ),
+        (
+            tensor.grad is not None,
+            "it has a gradient, which would be lost",
+            "call zero_grad(set_to_none=True) first",
+        ),
+        (  # Other hooks than ours would be lost with the tensor.
+            any(not isinstance(hook, SumGradient) for hook in hooks),
+            "it has gradient hooks, which would be lost",
+            "register them after sharding",
+        ),
+    )
+    return [Problem("unsupported-tensor", name, found=found, hint=hint) for wrong, found, hint in rules if wrong]
 
 
 def replica_problems(owners: list[nn.Module], name: str) -> list[Problem]:
@@ -171,17 +160,17 @@ def replica_problems(owners: list[nn.Module], name: str) -> list[Problem]:
                 hint="turn sparse=True off: the gradients of replicated parameters are summed over the ranks",
             )
         )
-    for option in ("max_norm", "scale_grad_by_freq"):
-        # Each rank would scale by the ids of its own rows alone, and replicas would drift apart.
-        if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) and getattr(owner, option) for owner in owners):
-            problems.append(
-                Problem(
-                    "unsupported-option",
-                    name,
-                    found=f"a replicated table with {option}",
-                    hint="shard this table, or leave the option out",
-                )
-            )
+    # Each rank would scale by the ids of its own rows alone, and replicas would drift apart.
+    problems += [
+        Problem(
+            "unsupported-option",
+            name,
+            found=f"a replicated table with {option}",
+            hint="shard this table, or leave the option out",
+        )
+        for option in ("max_norm", "scale_grad_by_freq")
+        if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) and getattr(owner, option) for owner in owners)
+    ]
     return problems
 
 
@@ -528,28 +517,28 @@ class ShardHandle:
                 Problem("already-applied", found="this handle was undone before", hint="shard the module again")
             )
         problems = list(self._installed.final)
-        for path, (module, forward) in self._installed.forwards.items():
-            if module.__dict__.get("forward") is not forward:
-                problems.append(
-                    Problem(
-                        "model-changed",
-                        path,
-                        found="its forward was replaced after this call",
-                        hint="undo later calls first",
-                    )
-                )
+        problems += [
+            Problem(
+                "model-changed",
+                path,
+                found="its forward was replaced after this call",
+                hint="undo later calls first",
+            )
+            for path, (module, forward) in self._installed.forwards.items()
+            if module.__dict__.get("forward") is not forward
+        ]
         lines = []
         for placed in self._installed.placed:
-            for table, name, fqn in placed.places:
-                if table.get(name) is not placed.value:
-                    problems.append(
-                        Problem(
-                            "model-changed",
-                            fqn,
-                            found="another tensor has replaced the sharded one",
-                            hint="undo later calls first, or put the sharded tensor back",
-                        )
-                    )
+            problems += [
+                Problem(
+                    "model-changed",
+                    fqn,
+                    found="another tensor has replaced the sharded one",
+                    hint="undo later calls first, or put the sharded tensor back",
+                )
+                for table, name, fqn in placed.places
+                if table.get(name) is not placed.value
+            ]
             grad = "no gradient" if placed.value.grad is None else f"with a gradient of {placed.value.grad.dtype}"
             lines.append(f"undo {placed.name}: {placed.value.dtype}, {grad}".replace("torch.", ""))
         raise_problems(problems)

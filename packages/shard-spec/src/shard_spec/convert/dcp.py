@@ -190,16 +190,17 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
     hint = (
         "its ranks hold shards that nothing describes, or replicas that drifted apart; loading=True where load follows"
     )
-    for name in dict.fromkeys(name for values, _ in states for name in values):
-        if len({values[name] for values, _ in states if name in values}) > 1:  # compared among ranks that hold the name
-            all_problems.append(
-                Problem(
-                    "ranks-disagree",
-                    name,
-                    found="a plain tensor that differs between ranks: a checkpoint would keep one rank's values",
-                    hint=hint,
-                )
-            )
+    # Values are compared among ranks that hold the name.
+    all_problems += [
+        Problem(
+            "ranks-disagree",
+            name,
+            found="a plain tensor that differs between ranks: a checkpoint would keep one rank's values",
+            hint=hint,
+        )
+        for name in dict.fromkeys(name for values, _ in states for name in values)
+        if len({values[name] for values, _ in states if name in values}) > 1
+    ]
     return all_problems
 
 

@@ -37,18 +37,17 @@ def not_expressible(name: str, found: str, hint: str, dim: int | None = None, ax
 def one_axis_problems(found: Resolution, axis: str, target: str) -> list[Problem]:
     """Report, for a target with one axis, tensors sharded along axes other than ``axis``, and Sharders."""
     found.one_mesh.axis_index(axis)  # raises for an unknown axis
-    problems = []
-    for name, layout in found.layouts.items():
-        for other in layout.sharded_axes:
-            if other != axis and layout.mesh.axis_size(other) > 1:
-                problems.append(
-                    not_expressible(
-                        name,
-                        f"{layout}: {target} is about one axis, here {axis}",
-                        f"replicate along {other} here, and shard along it by other means (fully_shard, ...)",
-                        axis=other,
-                    )
-                )
+    problems = [
+        not_expressible(
+            name,
+            f"{layout}: {target} is about one axis, here {axis}",
+            f"replicate along {other} here, and shard along it by other means (fully_shard, ...)",
+            axis=other,
+        )
+        for name, layout in found.layouts.items()
+        for other in layout.sharded_axes
+        if other != axis and layout.mesh.axis_size(other) > 1
+    ]
     return problems + sharder_problems(found, target)
 
 
@@ -128,15 +127,15 @@ def to_parallelize_plan(
 
     resolution = resolve(plan, module)
     problems = one_axis_problems(resolution, axis, "a parallelize_plan")
-    for tensor in resolution.metadata.parameters:
-        if len(tensor.aliases) > 1 and cut_dim(resolution.layouts.get(tensor.name), tensor, axis) is not None:
-            problems.append(
-                not_expressible(
-                    tensor.name,
-                    f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module",
-                    "use plan.apply, which keeps them tied",
-                )
-            )
+    problems += [
+        not_expressible(
+            tensor.name,
+            f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module",
+            "use plan.apply, which keeps them tied",
+        )
+        for tensor in resolution.metadata.parameters
+        if len(tensor.aliases) > 1 and cut_dim(resolution.layouts.get(tensor.name), tensor, axis) is not None
+    ]
     styles: dict[str, ParallelStyle] = {}
     outputs: dict[str | None, Any] = {"whole": Replicate(), "last": Shard(-1), None: None}
     for path, tensors in tensors_by_module(resolution.metadata).items():
@@ -150,24 +149,24 @@ def to_parallelize_plan(
             ids = {"input_layouts": Replicate()} if name == "embedding_rowwise" else {}  # token ids are replicated
             kind: Any = ColwiseParallel if name in ("colwise", "embedding_colwise") else RowwiseParallel
             styles[path] = kind(**ids, output_layouts=outputs[output])
-    for path in plan.output_plan or {}:
-        if path not in styles:
-            problems.append(
-                not_expressible(
-                    f"output_plan[{path!r}]",
-                    "its parameters are replicated, so no style carries its output layout",
-                    "use PrepareModuleOutput there yourself",
-                )
-            )
-    for path in plan.return_local_tensor or ():
-        if path not in styles:
-            problems.append(
-                not_expressible(
-                    path,
-                    "return_local_tensor of a module whose parameters are replicated",
-                    "leave it out: its output is a plain tensor already",
-                )
-            )
+    problems += [
+        not_expressible(
+            f"output_plan[{path!r}]",
+            "its parameters are replicated, so no style carries its output layout",
+            "use PrepareModuleOutput there yourself",
+        )
+        for path in plan.output_plan or {}
+        if path not in styles
+    ]
+    problems += [
+        not_expressible(
+            path,
+            "return_local_tensor of a module whose parameters are replicated",
+            "leave it out: its output is a plain tensor already",
+        )
+        for path in plan.return_local_tensor or ()
+        if path not in styles
+    ]
     raise_problems(problems, "parallelize_module cannot express this plan")
     return styles
 

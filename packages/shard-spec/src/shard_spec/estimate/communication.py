@@ -381,8 +381,10 @@ def _of_optimizer(
     owned = owned_matrices(resolution, MemorySettings(optimizer, True, dtype))
     if owned is not None and (world := mesh.world_size) > 1:
         axis = next(name for name, size in mesh.axes.items() if size > 1)
-        for what, total in zip(("gradients", "parameters"), owned.sent, strict=True):
-            # A rank sends the mean of `total`; a full buffer is what that would be a part of.
-            transfers.append(Transfer(axis, "all_to_all", what, "owners", round(total / (world - 1)), 1, world))
+        # A rank sends the mean of `total`; a full buffer is what that would be a part of.
+        transfers += [
+            Transfer(axis, "all_to_all", what, "owners", round(total / (world - 1)), 1, world)
+            for what, total in zip(("gradients", "parameters"), owned.sent, strict=True)
+        ]
         lines.append(f"matrices on owners: gradients there and values back among all {world} ranks, counted at {axis}")
     return transfers, lines

@@ -94,41 +94,38 @@ def check_options(options: StepOptions) -> None:
         PlanError: With every wrong option.
     """
     require_floating(options.get("dtype"), options.get("autocast"), *policy_of(options).values())
-    problems = []
     loss: Any = options.get("loss", "causal-lm")
     accumulate: Any = options.get("accumulate", 1)  # callers are untyped
-    if isinstance(loss, str) and loss not in LOSSES:
-        problems.append(
-            Problem(
-                "invalid-argument",
-                "loss",
-                found=repr(loss),
-                hint=f"one of {', '.join(map(repr, LOSSES))}, a function loss(output, batch), or None",
-            )
-        )
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        problems.append(
-            Problem("invalid-argument", "accumulate", found=repr(accumulate), hint="a number of batches, 1 or more")
-        )
-    for name, values in (
-        ("sync", ("each", "last")),
-        ("ddp", (None, "buckets", "views")),
-        ("context", ("gather", "ulysses")),
-    ):
-        value = options.get(name, values[0])
-        if value not in values:
-            problems.append(Problem("invalid-argument", name, found=repr(value), hint=f"one of {values}"))
     zero: Any = options.get("zero")
-    if zero not in (None, 1) or isinstance(zero, bool):
-        ways = {2: "plan with FullyShardPlanner and pass reshard_after_forward=False", 3: "plan with FullyShardPlanner"}
-        problems.append(
-            Problem(
-                "invalid-argument",
-                "zero",
-                found=repr(zero),
-                hint=ways.get(zero, "1, or None") if isinstance(zero, int) else "1, or None",
-            )
-        )
+    ways = {2: "plan with FullyShardPlanner and pass reshard_after_forward=False", 3: "plan with FullyShardPlanner"}
+    choices = ("sync", ("each", "last")), ("ddp", (None, "buckets", "views")), ("context", ("gather", "ulysses"))
+    rules = (
+        (
+            isinstance(loss, str) and loss not in LOSSES,
+            "loss",
+            loss,
+            f"one of {', '.join(map(repr, LOSSES))}, a function loss(output, batch), or None",
+        ),
+        (
+            isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1,
+            "accumulate",
+            accumulate,
+            "a number of batches, 1 or more",
+        ),
+        *(
+            (options.get(name, values[0]) not in values, name, options.get(name, values[0]), f"one of {values}")
+            for name, values in choices
+        ),
+        (
+            zero not in (None, 1) or isinstance(zero, bool),
+            "zero",
+            zero,
+            ways.get(zero, "1, or None") if isinstance(zero, int) else "1, or None",
+        ),
+    )
+    problems = [
+        Problem("invalid-argument", name, found=repr(value), hint=hint) for wrong, name, value, hint in rules if wrong
+    ]
     if options.get("sync") == "last" and accumulate == 1:
         problems.append(
             Problem(
@@ -152,31 +149,26 @@ def check_effects(options: StepOptions, *, shards: bool, replicates: bool) -> No
     Raises:
         PlanError: With every such option.
     """
-    problems = []
-    text = "no data axis of several ranks shards parameters, so this option has no effect"
-    hint = "leave it out, or shard parameters along a data axis as FullyShardPlanner does"
-    for name in ("mp_policy", "reshard_after_forward"):
-        if options.get(name) not in (None, True) and not shards:
-            problems.append(Problem("conflicting-arguments", name, found=text, hint=hint))
-    if options.get("zero") and (shards or not replicates):
-        problems.append(
-            Problem(
-                "conflicting-arguments",
-                "zero",
-                found="ZeroRedundancyOptimizer shares out the state of replicas along a data axis of several ranks",
-                hint="leave it out for this plan",
-            )
+    of_replicas, along = "leave it out for this plan", "along a data axis of several ranks"
+    rules = [
+        (
+            name,
+            options.get(name) not in (None, True) and not shards,
+            "no data axis of several ranks shards parameters, so this option has no effect",
+            "leave it out, or shard parameters along a data axis as FullyShardPlanner does",
         )
-    if options.get("ddp") and (shards or not replicates):
-        problems.append(
-            Problem(
-                "conflicting-arguments",
-                "ddp",
-                found="DistributedDataParallel wraps models that are replicated along a data axis of several ranks",
-                hint="leave it out for this plan",
-            )
+        for name in ("mp_policy", "reshard_after_forward")
+    ]
+    rules += [
+        (name, bool(options.get(name)) and (shards or not replicates), text, of_replicas)
+        for name, text in (
+            ("zero", f"ZeroRedundancyOptimizer shares out the state of replicas {along}"),
+            ("ddp", f"DistributedDataParallel wraps models that are replicated {along}"),
         )
-    raise_problems(problems)
+    ]
+    raise_problems(
+        Problem("conflicting-arguments", name, found=found, hint=hint) for name, wrong, found, hint in rules if wrong
+    )
 
 
 # Class of module -> (output dim of its weight, input dim).

@@ -291,19 +291,18 @@ class Layout:
     def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
         """Return the problems of this layout for a tensor of ``shape`` called ``name``. Empty if it is valid."""
         shape = tuple(shape)
-        problems = []
-        for axis, spec in zip(self.mesh.axis_names, self.specs, strict=True):
-            if spec.dim is not None and not -len(shape) <= spec.dim < len(shape):
-                problems.append(
-                    Problem(
-                        "dim-out-of-range",
-                        name,
-                        spec.dim,
-                        axis,
-                        f"a tensor of shape {shape} has {len(shape)} dims",
-                        f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated",
-                    )
-                )
+        problems = [
+            Problem(
+                "dim-out-of-range",
+                name,
+                spec.dim,
+                axis,
+                f"a tensor of shape {shape} has {len(shape)} dims",
+                f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated",
+            )
+            for axis, spec in zip(self.mesh.axis_names, self.specs, strict=True)
+            if spec.dim is not None and not -len(shape) <= spec.dim < len(shape)
+        ]
         # The sizes of sections and of uneven shards, once the dims are valid.
         for dim, cuts in () if problems else cuts_by_dim(self, len(shape)):
             lengths = {shape[dim]}

@@ -70,18 +70,16 @@ class MeshSpec:
             )
         if ranks is not None:
             rank_list = tuple(map(index, ranks))  # index(): numpy and torch integers become int
-            if len(rank_list) != world:
-                problems.append(
-                    Problem("invalid-mesh", "ranks", found=f"{len(rank_list)} ranks for {world} places on the axes")
-                )
-            if len(set(rank_list)) != len(rank_list):
-                twice = sorted(rank for rank, count in Counter(rank_list).items() if count > 1)
-                problems.append(Problem("invalid-mesh", "ranks", found=f"duplicate ranks {twice}"))
-            if min(rank_list, default=0) < 0:
-                problems.append(
-                    Problem("invalid-mesh", "ranks", found=f"{min(rank_list)}", hint="ranks are at least 0")
-                )
-            raise_problems(problems)
+            twice = sorted(rank for rank, count in Counter(rank_list).items() if count > 1)
+            least = min(rank_list, default=0)
+            rules = (
+                (len(rank_list) != world, f"{len(rank_list)} ranks for {world} places on the axes", ""),
+                (twice, f"duplicate ranks {twice}", ""),
+                (least < 0, f"{least}", "ranks are at least 0"),
+            )
+            raise_problems(
+                Problem("invalid-mesh", "ranks", found=found, hint=hint) for wrong, found, hint in rules if wrong
+            )
         vars(self).update(
             axis_names=tuple(axes),
             shape=shape,

@@ -176,48 +176,36 @@ def device_of(
 
 def rank_problems(name: str, mesh: MeshSpec, ranks: tuple[int, ...]) -> list[Problem]:
     """Report ranks that are not the group's, in its order, and groups to be made."""
-    named = tuple(mesh.ranks)
+    named, world = tuple(mesh.ranks), dist.get_world_size()
     outside, missing = sorted(set(named) - set(ranks)), sorted(set(ranks) - set(named))
-    problems = []
-    if outside:
-        problems.append(
-            Problem(
-                "rank-outside-mesh",
-                name,
-                found=f"ranks {outside} are not in the group {list(ranks)}",
-                hint="name global ranks of the group",
-            )
-        )
-    if missing:
-        problems.append(
-            Problem(
-                "rank-outside-mesh",
-                name,
-                found=f"ranks {missing} of the group hold nothing",
-                hint="name every rank of the group once, or pass a smaller process_group",
-            )
-        )
-    if not problems and named != ranks:
-        # Torch sorts the ranks of new groups, and would gather shards in that order without an error.
-        problems.append(
-            Problem(
-                "mesh-mismatch",
-                name,
-                found=f"ranks in the order {list(named)}",
-                hint=f"name them in the order of the group, {list(ranks)}",
-            )
-        )
-    if not problems and mesh.ndim > 1 and len(ranks) < dist.get_world_size():
-        # Only all ranks of the job can make the groups of several axes.
-        problems.append(
-            Problem(
-                "no-process-group",
-                name,
-                found=f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks",
-                hint="use the default group, or shard along one axis",
-            )
-        )
-    return problems
+    same = not outside and not missing
+    rules = (
+        (
+            outside,
+            "rank-outside-mesh",
+            f"ranks {outside} are not in the group {list(ranks)}",
+            "name global ranks of the group",
+        ),
+        (
+            missing,
+            "rank-outside-mesh",
+            f"ranks {missing} of the group hold nothing",
+            "name every rank of the group once, or pass a smaller process_group",
+        ),
+        (  # Torch sorts the ranks of new groups, and would gather shards in that order without an error.
+            same and named != ranks,
+            "mesh-mismatch",
+            f"ranks in the order {list(named)}",
+            f"name them in the order of the group, {list(ranks)}",
+        ),
+        (  # Only all ranks of the job can make the groups of several axes.
+            same and named == ranks and mesh.ndim > 1 and len(ranks) < world,
+            "no-process-group",
+            f"a mesh of {mesh.ndim} axes over {len(ranks)} of {world} ranks",
+            "use the default group, or shard along one axis",
+        ),
+    )
+    return [Problem(code, name, found=found, hint=hint) for wrong, code, found, hint in rules if wrong]
 
 
 def plan_module(

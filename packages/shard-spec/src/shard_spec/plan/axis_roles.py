@@ -60,21 +60,15 @@ class AxisRoles:
 
 def role_problems(roles: Mapping[str, str], mesh: MeshSpec | None) -> list[Problem]:
     """Return the problems of a plan's ``axis_roles``: unknown roles, and axes that the mesh lacks."""
-    problems = []
-    for axis, role in roles.items():
-        if role not in ROLES:
-            problems.append(
-                Problem(
-                    "invalid-argument",
-                    "axis_roles",
-                    axis=axis,
-                    found=repr(role)[:100],
-                    hint=f"one of {', '.join(ROLES)}",
-                )
-            )
-        if mesh is not None and axis not in mesh.axis_names:
-            problems.append(unknown_axis(axis, mesh, "axis_roles"))
-    return problems
+    hint = f"one of {', '.join(ROLES)}"
+    return [
+        *(
+            Problem("invalid-argument", "axis_roles", axis=axis, found=repr(role)[:100], hint=hint)
+            for axis, role in roles.items()
+            if role not in ROLES
+        ),
+        *(unknown_axis(axis, mesh, "axis_roles") for axis in roles if mesh is not None and axis not in mesh.axis_names),
+    ]
 
 
 def roles_of(mesh: MeshSpec, plan_roles: Mapping[str, str], data_axes: Iterable[str] | None = None) -> AxisRoles:

@@ -360,8 +360,9 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
                 )
             )
     except PlanError as error:
-        for problem in error.problems:
-            problems.append(replace(problem, name=f"{name} ({problem.name})" if problem.name else name))
+        problems += [
+            replace(problem, name=f"{name} ({problem.name})" if problem.name else name) for problem in error.problems
+        ]
     return Rule(name, pattern, value, "layout" if layout else "wrong", layout, tuple(problems), is_exact)
 
 

@@ -131,9 +131,11 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         matching: dict[str, list[Rule]] = {}  # by alias, an exact rule first
         for alias in tensor.aliases:
             listed = [exact[alias]] if alias in exact else []
-            for rule, pattern in globs:
-                if (tensor.kind == "parameter" or pattern.names_buffers) and pattern.matches(alias):
-                    listed.append(rule)
+            listed += [
+                rule
+                for rule, pattern in globs
+                if (tensor.kind == "parameter" or pattern.names_buffers) and pattern.matches(alias)
+            ]
             if listed:
                 matching[alias] = listed
         matched[tensor.name] = tuple(dict.fromkeys(rule.key for listed in matching.values() for rule in listed))
@@ -255,16 +257,17 @@ def _decide(
                 )
             )
         return None, None
-    for name, (deciding, *others) in rules.items():  # an exact rule decides, or globs that agree
-        if not deciding.is_exact and any(not _same_value(other, deciding) for other in others):
-            problems.append(
-                Problem(
-                    "ambiguous-pattern",
-                    name,
-                    found="matched by " + " and ".join(repr(rule.key) for rule in rules[name]) + ", which differ",
-                    hint="add an exact rule for this name, or narrow one of the globs",
-                )
-            )
+    # An exact rule decides, or globs that agree.
+    problems += [
+        Problem(
+            "ambiguous-pattern",
+            name,
+            found="matched by " + " and ".join(repr(rule.key) for rule in rules[name]) + ", which differ",
+            hint="add an exact rule for this name, or narrow one of the globs",
+        )
+        for name, (deciding, *others) in rules.items()
+        if not deciding.is_exact and any(not _same_value(other, deciding) for other in others)
+    ]
     winners = {alias: deciding for alias, (deciding, *_) in rules.items()}
     # An exact rule for one name of a tied tensor overrides globs for its other names.
     winners = {alias: rule for alias, rule in winners.items() if rule.is_exact} or winners
@@ -348,16 +351,16 @@ def _taken_by_sharder(
                 hint="untie it, or give the Sharder a module that holds all of its names",
             )
         )
-    for alias, rule in rules.items():
-        if owners[alias] is not None and rule[0].is_exact:
-            problems.append(
-                Problem(
-                    "ambiguous-pattern",
-                    alias,
-                    found=f"module {owners[alias]!r} has a Sharder, which decides about this tensor",
-                    hint="remove one of the two rules",
-                )
-            )
+    problems += [
+        Problem(
+            "ambiguous-pattern",
+            alias,
+            found=f"module {owners[alias]!r} has a Sharder, which decides about this tensor",
+            hint="remove one of the two rules",
+        )
+        for alias, rule in rules.items()
+        if owners[alias] is not None and rule[0].is_exact
+    ]
     return True
 
 
@@ -365,17 +368,17 @@ def plan_problems(plan: PlanContent, resolution: Resolution) -> list[Problem]:
     """Return the problems of a plan that is resolved already, and of its outputs."""
     outputs, local = plan.output_plan or {}, plan.return_local_tensor or ()
     problems, modules = list(resolution.problems), resolution.metadata.modules
-    for argument, paths in (("output_plan", outputs), ("return_local_tensor", local)):
-        for path in paths if modules else ():
-            if path not in modules:
-                problems.append(
-                    Problem(
-                        "unknown-name",
-                        str(path),
-                        found=f"{argument} names no module of the model",
-                        hint="name a module's FQN; '' is the root",
-                    )
-                )
+    problems += [
+        Problem(
+            "unknown-name",
+            str(path),
+            found=f"{argument} names no module of the model",
+            hint="name a module's FQN; '' is the root",
+        )
+        for argument, paths in (("output_plan", outputs), ("return_local_tensor", local))
+        for path in (paths if modules else ())
+        if path not in modules
+    ]
     for path, value in outputs.items():
         if is_spec(value):
             continue  # its layout depends on the output's shape
@@ -393,11 +396,9 @@ def plan_problems(plan: PlanContent, resolution: Resolution) -> list[Problem]:
                 )
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
-    for name, count in Counter(local).items():
-        if count > 1:
-            problems.append(
-                Problem(
-                    "duplicate-name", name, found=f"return_local_tensor names it {count} times", hint="name it once"
-                )
-            )
+    problems += [
+        Problem("duplicate-name", name, found=f"return_local_tensor names it {count} times", hint="name it once")
+        for name, count in Counter(local).items()
+        if count > 1
+    ]
     return problems

@@ -96,15 +96,15 @@ def analyse(root: nn.Module, options: Options) -> Analysis:
                     hint="all-reduce the gradients of this module's inputs, router weights too (tp-styles does)",
                 )
             )
-        for name in unit.replicated:
-            notes.append(
-                Problem(
-                    "partial-gradient",
-                    name,
-                    found="replicated on every rank, used only for the rank's own heads",
-                    hint="sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves",
-                )
+        notes += [
+            Problem(
+                "partial-gradient",
+                name,
+                found="replicated on every rank, used only for the rank's own heads",
+                hint="sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves",
             )
+            for name in unit.replicated
+        ]
     matmul: dict[str, int] = {}
     seen: set[int] = set()  # tied tensors count once
     for name, module in context.modules.items():
