@@ -254,8 +254,10 @@ def _planned(
     names = arguments.planner.split("+")  # composed in this order
     if names == ["auto"]:
         by_axis = ("stage", "pp"), ("megatron", "tp"), ("expert", "ep")
-        names = [name for name, axis in by_axis if axis in mesh.axis_names]
-        names += ["fsdp"] if _data_axis(arguments, mesh) else []
+        names = [
+            *(name for name, axis in by_axis if axis in mesh.axis_names),
+            *(["fsdp"] if _data_axis(arguments, mesh) else []),
+        ]
         by_role = {axis: _role(arguments, axis) for axis in mesh.axis_names}
         unused = [axis for axis, role in by_role.items() if axis != "tp" and role not in (*DATA_ROLES, "stage")]
         if unused or not names:
@@ -381,8 +383,9 @@ def _costs_of(
             if isinstance(error, PlanError) and any(problem.code != "unverified" for problem in error.problems):
                 raise  # wrong options: no report without them
             line = (str(error).splitlines() or [""])[0][:200]  # torch's errors have many lines
-            reason = f"activations are not counted: forward on token ids {arguments.batch}: "
-            reason += f"{type(error).__name__}: {line}"
+            reason = (
+                f"activations are not counted: forward on token ids {arguments.batch}: {type(error).__name__}: {line}"
+            )
     memory = plan.memory(model, optimizer=optimizer_of(arguments), **options)
     try:
         return (

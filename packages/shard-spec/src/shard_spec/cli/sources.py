@@ -177,8 +177,11 @@ def _from_settings(path: Path | str, settings: Any, dequantize: bool) -> nn.Modu
     architectures = settings.get("architectures")
     names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     named = [getattr(transformers, name, None) for name in names]
-    makers = [maker for cls in named if (maker := getattr(cls, "_from_config", None)) is not None]
-    makers += [transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config]
+    makers = [
+        *(maker for cls in named if (maker := getattr(cls, "_from_config", None)) is not None),
+        transformers.AutoModelForCausalLM.from_config,
+        transformers.AutoModel.from_config,
+    ]
     failure: Exception | None = None
     for make in makers:
         try:

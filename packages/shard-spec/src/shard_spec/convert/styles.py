@@ -413,8 +413,10 @@ def from_distributed_config(config: object, module: nn.Module) -> tuple[dict[str
     mesh = MeshSpec({name: size for name, size in axes.items() if size > 1} or {"tp": 1})  # a mesh needs an axis
     dense = MeshSpec({"dp_replicate": replicas, "fsdp": fsdp, "tp": tp})
     metadata = metadata_of(module)
-    names = {*map(generic_name, metadata.modules)}
-    names |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
+    names = {
+        *map(generic_name, metadata.modules),
+        *(generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases),
+    }
     plans: dict[str, dict[str, str]] = {}
     for which, size in (("tp_plan", tp), ("ep_plan", ep)):
         own, configured = dict(getattr(module, which, None) or {}), settings.get(which)

@@ -99,9 +99,11 @@ class ActivationEstimate:
     by_stage: tuple[ActivationEstimate, ...] = ()
 
     def __str__(self) -> str:
-        text = f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
-        text += f"{human_bytes(self.loss_bytes)} for logits and loss, {human_bytes(self.gathered_bytes)} for gathered "
-        text += f"layers; {human_bytes(self.local_bytes)} are kept between forward and backward (an estimate)"
+        text = (
+            f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
+            f"{human_bytes(self.loss_bytes)} for logits and loss, {human_bytes(self.gathered_bytes)} for gathered "
+            f"layers; {human_bytes(self.local_bytes)} are kept between forward and backward (an estimate)"
+        )
         return "\n".join([text, *(f"- {note}" for note in (*self.notes, *self.assumptions))])
 
 

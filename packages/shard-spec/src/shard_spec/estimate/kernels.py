@@ -154,9 +154,24 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
 
 
 # torch/csrc/autocast_mode.h of 2.13: products in the lower dtype on every device; the rest differs.
-_LOWER = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "mv"}
-_LOWER |= {f"conv{kind}{dim}d" for kind in ("", "_transpose") for dim in (1, 2, 3)}
-_LOWER |= {"scaled_dot_product_attention", "prelu", "chain_matmul", "multi_dot"}
+_LOWER = {
+    "linear",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "addbmm",
+    "einsum",
+    "mv",
+    *(f"conv{kind}{dim}d" for kind in ("", "_transpose") for dim in (1, 2, 3)),
+    "scaled_dot_product_attention",
+    "prelu",
+    "chain_matmul",
+    "multi_dot",
+}
 _FULL_CUDA = {
     "softmax",
     "log_softmax",
@@ -167,9 +182,18 @@ _FULL_CUDA = {
     "cross_entropy",
     "nll_loss",
     "sum",
-}
-_FULL_CUDA |= {"cumsum", "cumprod", "prod", "exp", "expm1", "log", "log10", "log1p", "log2", "pow", "__pow__", "rsqrt"}
-_FULL_CUDA |= {
+    "cumsum",
+    "cumprod",
+    "prod",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "pow",
+    "__pow__",
+    "rsqrt",
     "softplus",
     "reciprocal",
     "cosine_similarity",

@@ -149,9 +149,11 @@ def state_of_name(name: str) -> OptimizerState:
     inner = lower.removeprefix("whole-" if on_owners else "mixed-")
     state = OPTIMIZERS.get(_ALIASES.get(inner, inner))
     if state is None:
-        hint = f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters, "
-        hint += "whole-NAME: on full matrices by WholeMatrices), a class or an instance, "
-        hint += "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)"
+        hint = (
+            f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters, "
+            "whole-NAME: on full matrices by WholeMatrices), a class or an instance, "
+            "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)"
+        )
         raise PlanError(Problem("invalid-argument", "optimizer", found=repr(name)[:200], hint=hint))
     if on_owners:
         return replace(state, name=f"whole-{state.name}", on_owners=True)
@@ -366,8 +368,10 @@ class Owned:
     def notes(self) -> tuple[str, ...]:
         """Lines about the plan of owners, and about what it assumes."""
         work, memory = self.load
-        text = f"{self.count} matrices on owner ranks, as shard_reshard.WholeMatrices plans them: master copies and "
-        text += f"state in full; load max/mean {work:.2f} of updates, {memory:.2f} of memory"
+        text = (
+            f"{self.count} matrices on owner ranks, as shard_reshard.WholeMatrices plans them: master copies and "
+            f"state in full; load max/mean {work:.2f} of updates, {memory:.2f} of memory"
+        )
         return (
             text,
             "assumed: all ranks are owners, exchanges of 64 MiB, parameters of three dims are stacks of matrices",

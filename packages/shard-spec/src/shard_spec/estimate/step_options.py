@@ -151,20 +151,22 @@ def check_effects(options: StepOptions, *, shards: bool, replicates: bool) -> No
     """
     of_replicas, along = "leave it out for this plan", "along a data axis of several ranks"
     rules = [
-        (
-            name,
-            options.get(name) not in (None, True) and not shards,
-            "no data axis of several ranks shards parameters, so this option has no effect",
-            "leave it out, or shard parameters along a data axis as FullyShardPlanner does",
-        )
-        for name in ("mp_policy", "reshard_after_forward")
-    ]
-    rules += [
-        (name, bool(options.get(name)) and (shards or not replicates), text, of_replicas)
-        for name, text in (
-            ("zero", f"ZeroRedundancyOptimizer shares out the state of replicas {along}"),
-            ("ddp", f"DistributedDataParallel wraps models that are replicated {along}"),
-        )
+        *(
+            (
+                name,
+                options.get(name) not in (None, True) and not shards,
+                "no data axis of several ranks shards parameters, so this option has no effect",
+                "leave it out, or shard parameters along a data axis as FullyShardPlanner does",
+            )
+            for name in ("mp_policy", "reshard_after_forward")
+        ),
+        *(
+            (name, bool(options.get(name)) and (shards or not replicates), text, of_replicas)
+            for name, text in (
+                ("zero", f"ZeroRedundancyOptimizer shares out the state of replicas {along}"),
+                ("ddp", f"DistributedDataParallel wraps models that are replicated {along}"),
+            )
+        ),
     ]
     raise_problems(
         Problem("conflicting-arguments", name, found=found, hint=hint) for name, wrong, found, hint in rules if wrong

@@ -107,8 +107,11 @@ class BatchRows:
         else:
             kind = rows.device.type
             cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            lines = [f"input: {rows.dtype} [rows, {', '.join(map(str, rows.shape[1:]))}]"]
-            lines += [f"grad mode: {torch.is_grad_enabled()}", f"autocast: {cast}"]
+            lines = [
+                f"input: {rows.dtype} [rows, {', '.join(map(str, rows.shape[1:]))}]",
+                f"grad mode: {torch.is_grad_enabled()}",
+                f"autocast: {cast}",
+            ]
             count, requires_grad = rows.shape[0], rows.requires_grad
         digest = bytes([bool(problem)]) + hashlib.sha256("\n".join((subject, *lines)).encode()).digest()
         mine = digest + count.to_bytes(8, "big") + bytes([requires_grad])
@@ -387,8 +390,10 @@ class ShardedForward:
         elif rows.device.type != weight.device.type:
             wrong = f"an input on {rows.device}: the weight is on {weight.device}"
         elif rows.dim() < least_dims:
-            wrong = f"an input of shape {list(rows.shape)}: a local batch has rows in dim 0"
-            wrong += f" and at least {least_dims} dim(s)"
+            wrong = (
+                f"an input of shape {list(rows.shape)}: a local batch has rows in dim 0"
+                f" and at least {least_dims} dim(s)"
+            )
         else:
             wrong = self.problem(rows)
         entered = self.rows.enter(rows, self.name, weight.device_mesh, wrong)

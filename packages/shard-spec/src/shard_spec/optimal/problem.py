@@ -64,8 +64,10 @@ class PairwiseProblem:
 
     def evaluate(self, assignment: Sequence[int]) -> float:
         """Return the cost of `assignment`, one strategy index per node."""
-        costs = [cost[choice] for cost, choice in zip(self.costs, assignment, strict=True)]
-        costs += [matrix[assignment[i], assignment[j]] for (i, j), matrix in self.matrices.items()]
+        costs = [
+            *(cost[choice] for cost, choice in zip(self.costs, assignment, strict=True)),
+            *(matrix[assignment[i], assignment[j]] for (i, j), matrix in self.matrices.items()),
+        ]
         return float(torch.stack(costs).sum()) if costs else 0.0
 
     def memory_of(self, assignment: Sequence[int]) -> int:

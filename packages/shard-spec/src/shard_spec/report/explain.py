@@ -29,8 +29,11 @@ def explain(plan: PlanContent, name: str | None = None, module: nn.Module | Mode
         resolution = examine(plan, module)
         if name is not None:
             return _explain_tensor(resolution, name)
-        lines = [f"mesh: {resolution.mesh}", str(tensor_table(resolution))]
-        lines += [f"tied: {' = '.join(names)}" for names in resolution.tied]
+        lines = [
+            f"mesh: {resolution.mesh}",
+            str(tensor_table(resolution)),
+            *(f"tied: {' = '.join(names)}" for names in resolution.tied),
+        ]
         return "\n".join([*lines, *_outputs(plan), *_problem_lines(resolution.problems)])
     rest = "a problem (strict)" if plan.strict else "replicated"
     if name is None:
@@ -41,8 +44,11 @@ def explain(plan: PlanContent, name: str | None = None, module: nn.Module | Mode
     matching = [rule for rule in plan.rules if rule.pattern is not None and rule.pattern.matches(name)]
     if not matching:
         return f"{name}: no rule mentions it, so it is {rest}"
-    lines = [f"{name}: matched by", *(f"  {rule.key!r}: {_value_text(rule)}" for rule in matching)]
-    lines += ["an exact name decides; globs have to agree"] if len(matching) > 1 else []
+    lines = [
+        f"{name}: matched by",
+        *(f"  {rule.key!r}: {_value_text(rule)}" for rule in matching),
+        *(["an exact name decides; globs have to agree"] if len(matching) > 1 else []),
+    ]
     return "\n".join(lines)
 
 

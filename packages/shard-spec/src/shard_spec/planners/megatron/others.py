@@ -132,8 +132,10 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
     if block.fused:  # gate first, then up: a rank gets its slice of each; or they alternate, in pairs
         halves = [torch.cat([own, own + width]) for own in even]
         pairs = [torch.stack([2 * own, 2 * own + 1], dim=1).flatten() for own in even]
-        candidates = [(partial(InterleavedShard, sections=(width, width)), {first: halves})]
-        candidates += [(partial(BlockShard, block=2), {first: pairs})]
+        candidates = [
+            (partial(InterleavedShard, sections=(width, width)), {first: halves}),
+            (partial(BlockShard, block=2), {first: pairs}),
+        ]
         if known is Evidence.LIBRARY or context.options.fused is not None:
             candidates = candidates[1:] if context.options.fused == "pairs" else candidates[:1]
     for placed, slices in candidates:
