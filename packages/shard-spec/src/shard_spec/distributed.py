@@ -226,16 +226,15 @@ def choose_format(
         dims = [None if spec.dim is None else spec.dim % len(shape) for spec in layout.specs]
         return ParameterFormat("dtensor", tuple(REPLICATE if dim is None else ShardSpec(dim) for dim in dims))
     if not special:  # axes in another order than the mesh's (FSDP over TP)
-        hint = "let the axes shard in mesh order, or reverse the axes of the mesh"
-        specs, why = dtensor_specs(layout, shape)
+        (specs, why), way_on = dtensor_specs(layout, shape), ""
         if why is None and not strided:
             why = "this call makes DTensors that shard in mesh order only"
         if why is None and not _torch_compat.computes_with_strided_shards():
-            why = "this torch computes strided shards wrongly in some operators"
-            hint += "; or use torch >= 2.13"
-        if why is not None:
-            return Problem("not-expressible", name, found=f"{layout}: {why}", hint=hint)
-        return ParameterFormat("dtensor", specs)
+            why, way_on = "this torch computes strided shards wrongly in some operators", "; or use torch >= 2.13"
+        if why is None:
+            return ParameterFormat("dtensor", specs)
+        hint = f"let the axes shard in mesh order, or reverse the axes of the mesh{way_on}"
+        return Problem("not-expressible", name, found=f"{layout}: {why}", hint=hint)
     spec = plain.specs[special[0]]
     axis = layout.mesh.axis_names[special[0]]
     if (
@@ -243,8 +242,7 @@ def choose_format(
         and isinstance(spec, InterleavedShard)
         and all(other == REPLICATE for at, other in enumerate(plain.specs) if at != special[0])
     ):
-        section_sizes = tuple(size for _, size in spec.section_intervals(shape[spec.dim]))
-        return ParameterFormat("local", plain.specs, section_sizes)
+        return ParameterFormat("local", plain.specs, tuple(size for _, size in spec.section_intervals(shape[spec.dim])))
     hint = "use Shard(dim) here; shard-reshard moves tensors in any layout"
     if isinstance(spec, InterleavedShard):
         hint = "use plan.apply, or tp-styles' fused styles"

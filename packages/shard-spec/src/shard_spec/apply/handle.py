@@ -92,9 +92,8 @@ def action_of(
         needs_values: Its values on this rank count.
         local: Allow formats that a forward on DTensors alone cannot take: local shards and strided ones.
     """
-    name, problems = metadata.name, []
-    if replaces:
-        problems += replacing_problems(tensor, name)
+    name = metadata.name
+    problems = replacing_problems(tensor, name) if replaces else []
     if needs_values and tensor.is_meta:
         problems.append(
             Problem(

@@ -263,20 +263,17 @@ def _planned(
         if unused or not names:
             named = f"the axis {unused[0]!r} would shard nothing" if unused else f"the mesh has {mesh}"
             raise UsageError(f"--planner auto looks for axes called tp, and fsdp or dp; {named}")
-    plans: list[Any] = []
-    for name in names:
-        if name == "megatron":
-            plans.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
-        elif name == "stage":
-            plans.append(planners.StagePlanner(mesh, "pp" if "pp" in mesh.axis_names else mesh.axis_names[0]))
-        elif name == "expert":
-            plans.append(planners.ExpertParallelPlanner(mesh, "ep" if "ep" in mesh.axis_names else mesh.axis_names[-1]))
-        elif name == "fsdp":
-            plans.append(planners.FullyShardPlanner(mesh, _data_axis(arguments, mesh) or mesh.axis_names[0]))
-        else:
-            raise UsageError(
-                f"no planner {name!r}: megatron, expert, stage, fsdp, or auto; OptimalPlanner is called from Python"
-            )
+    axes = mesh.axis_names
+    usual: dict[str, tuple[Any, str]] = {
+        "megatron": (planners.MegatronPlanner, "tp" if "tp" in axes else axes[-1]),
+        "stage": (planners.StagePlanner, "pp" if "pp" in axes else axes[0]),
+        "expert": (planners.ExpertParallelPlanner, "ep" if "ep" in axes else axes[-1]),
+        "fsdp": (planners.FullyShardPlanner, _data_axis(arguments, mesh) or axes[0]),
+    }
+    if unknown := [name for name in names if name not in usual]:
+        ways = "megatron, expert, stage, fsdp, or auto; OptimalPlanner is called from Python"
+        raise UsageError(f"no planner {unknown[0]!r}: {ways}")
+    plans = [kind(mesh, axis) for kind, axis in map(usual.__getitem__, names)]
     plan = (plans[0] if len(plans) == 1 else planners.compose(*plans)).build_plan(model)
     sharding = {axis for layout in plan.resolve(model).values() for axis in layout.sharded_axes}  # axes with an effect
     # Data axes may replicate; stages are split outside the plan.

@@ -60,20 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from shard_spec.__about__ import __version__
 
-    parser = argparse.ArgumentParser(
-        prog="shard-spec", description="Say, check and explain how a model's tensors lie on ranks."
-    )
+    description = "Say, check and explain how a model's tensors lie on ranks."
+    parser = argparse.ArgumentParser(prog="shard-spec", description=description)
     parser.add_argument("--version", action="version", version=f"shard-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     plan = _add(commands, "plan", "make a plan for a model and print its cost")
     plan.add_argument("model")
     plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8")
-    plan.add_argument(
-        "--planner",
-        default="auto",
-        help="stage, megatron, expert, fsdp, joined by +, or auto: by the axes pp, tp, ep, and fsdp or dp",
-    )
+    planners = "stage, megatron, expert, fsdp, joined by +, or auto: by the axes pp, tp, ep, and fsdp or dp"
+    plan.add_argument("--planner", default="auto", help=planners)
     plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     _costs(plan)
 

@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from shard_spec._shared.dtypes import SAFETENSORS
@@ -133,9 +134,6 @@ def load_model(source: str, *, dequantize: bool = False) -> nn.Module | ModelMet
     if ":" not in source:
         names = f"and no name of a model ({', '.join(MODELS)})"
         raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json, no .safetensors file {names}")
-    import torch
-    from torch import nn
-
     module_name, _, attribute = source.rpartition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does
@@ -163,8 +161,6 @@ def _from_settings(path: Path | str, settings: Any, dequantize: bool) -> nn.Modu
         import transformers
     except ModuleNotFoundError:
         raise UsageError("reading a Hugging Face config needs transformers: pip install transformers") from None
-    import torch
-
     kind = settings.get("model_type") if isinstance(settings, dict) else None
     if not isinstance(kind, str):
         raise UsageError(f"{path} is no Hugging Face config: it has no 'model_type'")
@@ -191,12 +187,9 @@ def _from_settings(path: Path | str, settings: Any, dequantize: bool) -> nn.Modu
         except Exception as error:  # as above
             failure = error  # the last one is reported
     else:
-        text = f"{type(failure).__name__}: {failure!s:.300}"
-        raise UsageError(f"{path}: transformers has no model for it: {text}")
+        raise UsageError(f"{path}: transformers has no model for it: {type(failure).__name__}: {failure!s:.300}")
     quantization = settings.get("quantization_config")
     if isinstance(quantization, dict) and not (dequantize or quantization.get("dequantize")):
-        from shard_spec.cli.sources import store_quantized  # imports torch
-
         store_quantized(path, model, quantization)
     return model
 

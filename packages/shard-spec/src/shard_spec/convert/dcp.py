@@ -187,16 +187,16 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
         return []
     states = all_gather_objects(dist.group.WORLD, (lines, problems), subject)
     all_problems = [problem for _, others in states for problem in others]  # same on every rank
-    hint = (
-        "its ranks hold shards that nothing describes, or replicas that drifted apart; loading=True where load follows"
-    )
     # Values are compared among ranks that hold the name.
     all_problems += [
         Problem(
             "ranks-disagree",
             name,
             found="a plain tensor that differs between ranks: a checkpoint would keep one rank's values",
-            hint=hint,
+            hint=(
+                "its ranks hold shards that nothing describes, or replicas that drifted apart; "
+                "loading=True where load follows"
+            ),
         )
         for name in dict.fromkeys(name for values, _ in states for name in values)
         if len({values[name] for values, _ in states if name in values}) > 1

@@ -353,20 +353,14 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
         if style == "colwise" and output == "whole":
             style = "colwise_gather_output"
         elif output not in (None, by_itself.get(style)):
-            problems.append(
-                not_expressible(path, f"the output layout {output} of style {style}", "leave the output layout out")
-            )
+            text = f"the output layout {output} of style {style}"
+            problems.append(not_expressible(path, text, "leave the output layout out"))
         by_name.setdefault(generic_name(path), {})[path] = style
     styles = {}
     for name, style_names in by_name.items():
         if len(set(style_names.values())) > 1:  # layers differ
-            problems.append(
-                not_expressible(
-                    name,
-                    ", ".join(f"{path}: {style or 'whole'}" for path, style in style_names.items()),
-                    "a tp_plan has one style for all layer numbers",
-                )
-            )
+            text = ", ".join(f"{path}: {style or 'whole'}" for path, style in style_names.items())
+            problems.append(not_expressible(name, text, "a tp_plan has one style for all layer numbers"))
         elif "" not in style_names.values():
             styles[name] = next(iter(style_names.values()))
     # Modules with further names of tied tensors only: an embedding's rows are a head's rows.
@@ -376,9 +370,9 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
         owner, *others = (alias.rpartition(".")[0] for alias in tensor.aliases)
         tied = styles.get(generic_name(owner))
         for path in others:
-            if tied is not None and generic_name(path) not in styles:
+            if tied is not None:
                 alike = modules.get(path) == modules.get(owner)
-                styles[generic_name(path)] = tied if alike else same.get(tied, tied)
+                styles.setdefault(generic_name(path), tied if alike else same.get(tied, tied))
     raise_problems(problems, "a tp_plan cannot express this plan")
     return styles
 

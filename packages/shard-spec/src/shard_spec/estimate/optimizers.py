@@ -149,12 +149,16 @@ def state_of_name(name: str) -> OptimizerState:
     inner = lower.removeprefix("whole-" if on_owners else "mixed-")
     state = OPTIMIZERS.get(_ALIASES.get(inner, inner))
     if state is None:
-        hint = (
-            f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters, "
-            "whole-NAME: on full matrices by WholeMatrices), a class or an instance, "
-            "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)"
+        raise PlanError(
+            Problem(
+                "invalid-argument",
+                "optimizer",
+                found=repr(name)[:200],
+                hint=f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters, "
+                "whole-NAME: on full matrices by WholeMatrices), a class or an instance, "
+                "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)",
+            )
         )
-        raise PlanError(Problem("invalid-argument", "optimizer", found=repr(name)[:200], hint=hint))
     if on_owners:
         return replace(state, name=f"whole-{state.name}", on_owners=True)
     return replace(state, name=f"mixed-{state.name}", master="float32") if inner != lower else state
@@ -304,14 +308,8 @@ def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: S
             )
         ) from error
     if factored and local != full:
-        raise PlanError(
-            Problem(
-                "unverified",
-                "optimizer",
-                found=f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}",
-                hint=hint,
-            )
-        )
+        text = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
+        raise PlanError(Problem("unverified", "optimizer", found=text, hint=hint))
     return OptimizerCost(num_bytes, step, loop)
 
 

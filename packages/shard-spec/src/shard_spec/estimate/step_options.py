@@ -237,23 +237,21 @@ def forward_inputs(
                 hint="give (sequences, length), or what one rank passes to forward",
             )
         )
-    local, problems = [], []
     context = roles.axes("context")
     sides = ("sequences", [axis for axis in roles.data if axis not in context]), ("tokens of a sequence", context)
-    for size, (what, axes) in zip(batch, sides, strict=True):
-        ranks = prod(map(mesh.axis_size, axes))
-        local.append(size // ranks)
-        if size % ranks:
-            problems.append(
-                Problem(
-                    "does-not-divide",
-                    "batch",
-                    axis=axes[0],
-                    found=f"{size} {what} over {ranks} ranks of {', '.join(axes)}",
-                    hint=f"give a multiple of {ranks}",
-                )
-            )
-    raise_problems(problems)
+    shares = [prod(map(mesh.axis_size, axes)) for _, axes in sides]
+    raise_problems(
+        Problem(
+            "does-not-divide",
+            "batch",
+            axis=axes[0],
+            found=f"{size} {what} over {ranks} ranks of {', '.join(axes)}",
+            hint=f"give a multiple of {ranks}",
+        )
+        for size, ranks, (what, axes) in zip(batch, shares, sides, strict=True)
+        if size % ranks
+    )
+    local = (size // ranks for size, ranks in zip(batch, shares, strict=True))
     tokens = torch.zeros(*local, dtype=torch.long, device="meta")
     if "input_ids" in inspect.signature(module.forward).parameters:  # transformers
         return (), {"input_ids": tokens}

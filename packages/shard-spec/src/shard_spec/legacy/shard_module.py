@@ -82,12 +82,8 @@ def unsupported_forward(root: nn.Module, fqn: str) -> Problem | None:
             reason = "nn.MultiheadAttention reads this weight itself, not through the module that has it"
         weight = module._parameters["weight"]
         if not reason and weight is not None and weight.is_complex() and not isinstance(module, nn.EmbeddingBag):
-            return Problem(
-                "unsupported-tensor",
-                fqn,
-                found=f"a complex {kind}: DTensor's products are not right for all of them",
-                hint="leave it replicated",
-            )
+            reason = f"a complex {kind}: DTensor's products are not right for all of them"
+            return Problem("unsupported-tensor", fqn, found=reason, hint="leave it replicated")
         options = [option for option in ("sparse", "max_norm", "scale_grad_by_freq") if getattr(module, option, None)]
         if not reason and options:
             return Problem(
@@ -99,9 +95,8 @@ def unsupported_forward(root: nn.Module, fqn: str) -> Problem | None:
     elif forward is None and "forward" in module.__dict__:
         reason = f"the forward of this {kind} was replaced on the instance"
     elif forward is None:
-        tensor = tensor_at(root, fqn)
+        tensor, names = tensor_at(root, fqn), path.split(".") if path else []
         inexact = tensor.is_floating_point() or tensor.is_complex()
-        names = path.split(".") if path else []
         around = (root.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1))
         # The module itself, then those around it: the first with a forward of its own reads the tensor.
         reader = next((each for each in around if type(each).forward is not nn.Module.forward), None)
@@ -157,8 +152,7 @@ def device_of(
                 hint="name one kind of device in one call",
             )
         ]
-    tensors = (*module.parameters(), *module.buffers())
-    device = mine or next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    device = mine or next((t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta), None)
     if device is None:
         on_cpu = "cpu:" in str(dist.get_backend_config(group))
         device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
@@ -393,14 +387,8 @@ def shard_parameter(
     def check() -> list[Problem]:
         name: Any = param_name  # callers are untyped
         if not isinstance(name, str) or "." in name:
-            return [
-                Problem(
-                    "invalid-argument",
-                    "param_name",
-                    found=repr(param_name),
-                    hint="the name of a parameter of this very module; for deeper ones use shard_module",
-                )
-            ]
+            hint = "the name of a parameter of this very module; for deeper ones use shard_module"
+            return [Problem("invalid-argument", "param_name", found=repr(param_name), hint=hint)]
         if not isinstance(sharding_spec, Layout) and as_spec(sharding_spec) is None:
             return [unknown_spec("sharding_spec", sharding_spec)]
         return []

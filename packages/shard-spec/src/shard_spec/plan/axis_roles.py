@@ -60,10 +60,11 @@ class AxisRoles:
 
 def role_problems(roles: Mapping[str, str], mesh: MeshSpec | None) -> list[Problem]:
     """Return the problems of a plan's ``axis_roles``: unknown roles, and axes that the mesh lacks."""
-    hint = f"one of {', '.join(ROLES)}"
     return [
         *(
-            Problem("invalid-argument", "axis_roles", axis=axis, found=repr(role)[:100], hint=hint)
+            Problem(
+                "invalid-argument", "axis_roles", axis=axis, found=repr(role)[:100], hint=f"one of {', '.join(ROLES)}"
+            )
             for axis, role in roles.items()
             if role not in ROLES
         ),

@@ -161,34 +161,19 @@ def mesh_document(mesh: MeshSpec) -> dict[str, Any]:
 
 def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems: list[Problem]) -> Any:
     if not isinstance(key, str):
-        problems.append(
-            Problem("invalid-plan", repr(key), found=f"a key of type {type(key).__qualname__}", hint="use text")
-        )
-        key = repr(key)  # goes on, to report all problems
+        key, kind = repr(key), type(key).__qualname__  # goes on, to report all problems
+        problems.append(Problem("invalid-plan", key, found=f"a key of type {kind}", hint="use text"))
     if isinstance(value, Layout):  # the mesh is stored if it is not the plan's
         return str(value) if value.mesh == mesh else {"layout": str(value), "mesh": mesh_document(value.mesh)}
     if is_spec(value) or is_sharder(value):  # what stands for them is for the digest alone
         value = as_spec(value) or value
         name = f"{type(value).__module__}.{type(value).__qualname__}"
+        kind, hint = "spec", "write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))"
         if is_sharder(value):
-            problems.append(
-                Problem(
-                    "invalid-plan",
-                    key,
-                    found=f"a Sharder of type {name}",
-                    hint="a Sharder is code: keep it in code, and write the other rules",
-                )
-            )
-            return {"sharder": name}
-        problems.append(
-            Problem(
-                "invalid-plan",
-                key,
-                found=f"a spec of type {name}",
-                hint="write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))",
-            )
-        )
-        return {"spec": name, "repr": "" if " at 0x" in repr(value) else repr(value)}
+            kind, hint = "Sharder", "a Sharder is code: keep it in code, and write the other rules"
+        problems.append(Problem("invalid-plan", key, found=f"a {kind} of type {name}", hint=hint))
+        shown = "" if " at 0x" in repr(value) else repr(value)
+        return {"sharder": name} if is_sharder(value) else {"spec": name, "repr": shown}
     try:
         if mesh is not None:
             return str(Layout(mesh, as_placements(value)))
@@ -239,13 +224,9 @@ def from_document(document: Any) -> dict[str, Any]:
         raise _bad(f"no object with 'format': '{FORMAT}'")
     version = document.get("version")
     if type(version) is not int or version != VERSION:  # True equals 1, but is no version
-        raise PlanError(
-            Problem(
-                "invalid-plan",
-                found=f"format version {version!r:.60}, this release reads {VERSION}",
-                hint="install the release of shard-spec that wrote the file, or write it again",
-            )
-        )
+        text = f"format version {version!r:.60}, this release reads {VERSION}"
+        hint = "install the release of shard-spec that wrote the file, or write it again"
+        raise PlanError(Problem("invalid-plan", found=text, hint=hint))
     if set(document) - {"axis_roles"} != _KEYS:  # unknown keys may change the meaning
         odd = sorted((set(document) - {"axis_roles"}) ^ _KEYS)
         raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))[:300]}")
@@ -259,8 +240,8 @@ def from_document(document: Any) -> dict[str, Any]:
     outputs = None if output is None else _read_items("output_plan", output)
     # Text that is no layout on any mesh is refused. ``validate`` checks it against this mesh and a model.
     problems: list[Problem] = []
-    items = {**rules, **(outputs or {})}.items()
-    for text, name in {value: name for name, value in items if isinstance(value, str)}.items():
+    names = {value: name for name, value in {**rules, **(outputs or {})}.items() if isinstance(value, str)}
+    for text, name in names.items():
         try:
             for _, placement in layout_items(text):
                 parse_placement(placement)
@@ -274,8 +255,8 @@ def from_document(document: Any) -> dict[str, Any]:
     if len(roles) != len({axis for axis, _ in roles}):
         raise _bad("'axis_roles' names an axis twice")
     raise_problems(role_problems(dict(roles), mesh), "the file holds roles that cannot be read")
-    content = {"plan": rules, "output_plan": outputs, "return_local_tensor": local}
-    return {**content, "mesh": mesh, "strict": strict, "axis_roles": dict(roles)}
+    content = {"plan": rules, "output_plan": outputs, "return_local_tensor": local, "mesh": mesh, "strict": strict}
+    return {**content, "axis_roles": dict(roles)}
 
 
 def _read_items(name: str, items: Any) -> dict[str, Any]:

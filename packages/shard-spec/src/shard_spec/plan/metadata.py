@@ -152,22 +152,15 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
                 if tensor is not None:
                     entry = seen.setdefault(id(tensor), (tensor, kind, [], class_name, sparse))
                     entry[2].append(f"{path}.{name}" if path else name)
-    metadata: list[TensorMetadata] = []
-    problems: list[Problem] = []
+    metadata, problems = list[TensorMetadata](), list[Problem]()
     for tensor, kind, names, class_name, sparse in seen.values():
         if is_lazy(tensor):  # no shape yet
-            problems.append(
-                Problem(
-                    "uninitialized-parameter",
-                    names[0],
-                    found="its shape is not known yet",
-                    hint="run one forward pass (a lazy module learns its shapes there), then plan",
-                )
-            )
+            hint = "run one forward pass (a lazy module learns its shapes there), then plan"
+            problems.append(Problem("uninitialized-parameter", names[0], found="its shape is not known yet", hint=hint))
             continue
         shape, dtype, grad = global_shape(tensor), str(tensor.dtype).removeprefix("torch."), bool(tensor.requires_grad)
-        stored = getattr(tensor, "stored_bytes", None)
-        metadata.append(TensorMetadata(names[0], shape, dtype, kind, grad, tuple(names), class_name, sparse, stored))
+        more = class_name, sparse, getattr(tensor, "stored_bytes", None)
+        metadata.append(TensorMetadata(names[0], shape, dtype, kind, grad, tuple(names), *more))
     return ModelMetadata(tuple(metadata), modules, tuple(problems))
 
 

@@ -248,14 +248,8 @@ def _decide(
     """Return the deciding rule of ``tensor`` and its layout; (None, None) without a rule."""
     if not rules:
         if strict and tensor.kind == "parameter":
-            problems.append(
-                Problem(
-                    "unmatched-pattern",
-                    tensor.name,
-                    found="no rule mentions it, and the plan is strict",
-                    hint="add a rule; 'R' replicates it",
-                )
-            )
+            text, hint = "no rule mentions it, and the plan is strict", "add a rule; 'R' replicates it"
+            problems.append(Problem("unmatched-pattern", tensor.name, found=text, hint=hint))
         return None, None
     # An exact rule decides, or globs that agree.
     problems += [
@@ -276,17 +270,9 @@ def _decide(
     for alias, layout in layouts.items():
         both = layout is not None and layouts[first] is not None
         if both and layout != layouts[first] and not layout.equivalent_to(layouts[first], tensor.shape):  # type: ignore[union-attr, arg-type]  # `both` says neither is None
-            problems.append(
-                Problem(
-                    "tied-weights",
-                    alias,
-                    found=(
-                        f"{first} -> {layouts[first]} by rule {winners[first].key!r}, "
-                        f"but {alias} -> {layout} by rule {winners[alias].key!r}"
-                    ),
-                    hint="these names are one tensor: give both the same layout, or only one of them a rule",
-                )
-            )
+            here, there = (f"{name} -> {layouts[name]} by rule {winners[name].key!r}" for name in (first, alias))
+            hint = "these names are one tensor: give both the same layout, or only one of them a rule"
+            problems.append(Problem("tied-weights", alias, found=f"{here}, but {there}", hint=hint))
     return winners[first], layouts[first]  # equal for all names, or a problem
 
 

@@ -82,20 +82,14 @@ def _explain_tensor(found: Resolution, name: str) -> str:
         tensor = found.tensor(name)
     except KeyError:
         names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
-        raise PlanError(
-            Problem(
-                "unknown-name",
-                name,
-                found="the model has no such parameter or buffer",
-                hint=near_names(name, names, "give its fully qualified name"),
-            )
-        ) from None
+        hint = near_names(name, names, "give its fully qualified name")
+        text = "the model has no such parameter or buffer"
+        raise PlanError(Problem("unknown-name", name, found=text, hint=hint)) from None
     size = human_bytes(tensor.bytes_of(tensor.numel))
     lines = [f"{name}: {tensor.kind}, global shape {list(tensor.shape)}, {tensor.dtype}, {size}"]
     if len(tensor.aliases) > 1:
         lines.append(f"tied: {' = '.join(tensor.aliases)}")
-    layout = found.layouts.get(tensor.name)
-    rule = found.rule_of.get(tensor.name, "")
+    layout, rule = found.layouts.get(tensor.name), found.rule_of.get(tensor.name, "")
     others = [key for key in found.matched.get(tensor.name, ()) if key != rule]
     if tensor.name not in found.rule_of:  # taken by a Sharder
         owner = next((path for path in found.sharders if tensor.name.startswith(path + ".")), "")

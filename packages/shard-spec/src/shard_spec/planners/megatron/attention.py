@@ -79,8 +79,8 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
     """Classify every other parameter of the module `holder`."""
     in_linears = {id(parameter) for view in linears for parameter in view.module.parameters()}
     cuts, replicated, numbers, doubts = [], [], [], []
-    after_the_output = _AFTER_THE_OUTPUT.get(type(context.modules[holder]).__name__, ())
-    for name, parameter in context.modules[holder].named_parameters():
+    module = context.modules[holder]
+    for name, parameter in module.named_parameters():
         if id(parameter) in in_linears:
             continue
         fqn, shape = join(holder, name), tuple(parameter.shape)
@@ -94,7 +94,7 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
         elif heads.num_heads == heads.head_dim and shape == (heads.head_dim,):  # per head, or for all heads?
             if _NORM_OF_A_PROJECTION.search(name):
                 replicated.append(fqn)
-            elif name in _ONE_PER_HEAD and from_library(context.modules[holder]):
+            elif name in _ONE_PER_HEAD and from_library(module):
                 cuts.append(Cut(fqn, ShardSpec(0)))
             else:
                 doubts.append(doubt(fqn, shape))
@@ -104,7 +104,7 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
             cuts.append(Cut(fqn, ShardSpec(head_dims[0])))  # a number, or a vector, per head
         elif shape == (heads.num_kv_heads, heads.head_dim):
             cuts.append(Cut(fqn, ShardSpec(0)))  # a vector per key-value head
-        elif from_library(context.modules[holder]) and name in after_the_output:
+        elif from_library(module) and name in _AFTER_THE_OUTPUT.get(type(module).__name__, ()):
             continue
         elif others == [heads.head_dim] and len(shape) == 1:
             replicated.append(fqn)  # one vector for all heads

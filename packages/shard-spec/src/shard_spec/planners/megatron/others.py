@@ -244,7 +244,6 @@ def find_experts(context: Context, name: str) -> Found | None:
     gate_up, down = weights.get("gate_up_proj"), weights.get("down_proj")
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return None
-    fqns = tuple(join(name, key) for key in weights)
     transposed = getattr(module, "is_transposed", _TRANSPOSED.get(type(module).__name__))
     is_supported = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
     if not from_library(module) or not isinstance(transposed, bool) or not is_supported:
@@ -254,25 +253,21 @@ def find_experts(context: Context, name: str) -> Found | None:
             found="three-dimensional expert weights of unknown arrangement",
             hint="write their rules by hand: 'S(0)' along an axis shards by experts",
         )
-        return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
+        return Found(left_whole=tuple((join(name, key), problem) for key in weights))
     out_dim, in_dim = (2, 1) if transposed else (1, 2)
     width = down.shape[in_dim]
     if gate_up.shape[out_dim] != 2 * width or width % context.options.tp_size:
-        problem = Problem(
-            "does-not-divide", name, found=f"{width} channels an expert with tp={context.options.tp_size}"
-        )
-        return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
-    concatenated = getattr(module, "is_concatenated", True)
+        text = f"{width} channels an expert with tp={context.options.tp_size}"
+        problem = Problem("does-not-divide", name, found=text)
+        return Found(left_whole=tuple((join(name, key), problem) for key in weights))
     halves, pairs = partial(InterleavedShard, sections=(width, width)), partial(BlockShard, block=2)
-    placed: Placed = halves if concatenated else pairs  # gate then up, or alternating
-    columns = [Cut(join(name, "gate_up_proj"), placed(out_dim))]
-    if "gate_up_proj_bias" in weights:
-        columns.append(Cut(join(name, "gate_up_proj_bias"), placed(1)))  # [experts, channels]
+    placed: Placed = halves if getattr(module, "is_concatenated", True) else pairs  # gate then up, or alternating
+    dims = {"gate_up_proj": out_dim, "gate_up_proj_bias": 1}  # a bias is [experts, channels]
     return Found(
         TPBlock(
             TPBlockKind.EXPERTS,
             name,
-            columns=tuple(columns),
+            columns=tuple(Cut(join(name, key), placed(dim)) for key, dim in dims.items() if key in weights),
             rows=(Cut(join(name, "down_proj"), ShardSpec(in_dim)),),
             row_biases=(join(name, "down_proj_bias"),) if "down_proj_bias" in weights else (),
             num_pieces=width,
