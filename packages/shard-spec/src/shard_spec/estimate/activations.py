@@ -754,9 +754,10 @@ class _Flow:
         """Sum outputs, and gradients of inputs, of modules with several experts in one parameter. Return the hooks."""
         handles = []
         axes: dict[str, frozenset[str]] = {}  # FQN of the module -> axes that shard its weights
+        experts = expert_modules(resolution.metadata.parameters)
         for weight in self.weights.values():
             owner = weight.name.rpartition(".")[0]
-            if owner in expert_modules(resolution.metadata.parameters) and weight.other:
+            if owner in experts and weight.other:
                 axes[owner] = axes.get(owner, frozenset()) | weight.other
         for name in axes:
 
@@ -863,7 +864,7 @@ def _meta_state(
         axis: max((at for at, name in enumerate(names) if roles[name].get(axis) == "row"), default=-1)
         for axis in model_axes
     }
-    weights = {}
+    weights, experts = {}, expert_modules(resolution.metadata.parameters)
     for at, (name, tensor) in enumerate(tensors.items()):
         item = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
         shape = resolution.tensor(name).shape
@@ -876,7 +877,7 @@ def _meta_state(
             end |= kind == "row" and is_embedding(resolution.tensor(name))
             uses["ends" if end else kind].add(axis)
         column, row, ends, other = (frozenset(uses[kind]) for kind in ("column", "row", "ends", "cut"))
-        own, experts = resolution.tensor(name).name, expert_modules(resolution.metadata.parameters)
+        own = resolution.tensor(name).name
         layout = resolution.layouts.get(own) if own.rpartition(".")[0] in experts else None
         sharded = () if layout is None else layout.sharded_axes
         blocks = prod(resolution.one_mesh.axis_size(axis) for axis in expert_axes if axis in sharded)

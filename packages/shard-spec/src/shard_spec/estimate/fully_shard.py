@@ -198,8 +198,8 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
     if isinstance(value, torch.Tensor):
         # A sparse gradient's memory is that of its indices and values.
         yield from (value._indices(), value._values()) if value.layout == torch.sparse_coo else (value,)
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, list | tuple | Mapping):
+        for item in value if isinstance(value, list | tuple) else value.values():
             yield from tensors_of(item, seen)
     elif seen is not None and hasattr(value, "__dict__") and id(value) not in seen:
         seen.add(id(value))  # objects may refer to each other in circles

@@ -283,9 +283,10 @@ def memory_of(
             for each in (layout,) if stages is None else stages.layouts(t, layout):
                 groups[each, like, choice.of(t.name), owner_of.get(t.name, -1)] += 1
     for (layout, sample, state, owner), count in groups.items():
+        staged = bool(layout.stages)
         by_shape: dict[tuple[tuple[int, ...], bool], LocalBytes] = {}  # most ranks share one local shape
         for rank, local in zip(layout.mesh.ranks, local_shapes(layout, sample.shape), strict=True):
-            if layout.stages and not layout.is_present(rank):
+            if staged and not layout.is_present(rank):
                 continue
             owns = owner < 0 or index_of[rank] == owner
             if (local, owns) not in by_shape:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress, product
 from math import prod
 from typing import Any, TypeAlias, TypedDict
 
@@ -268,11 +269,9 @@ def local_shapes(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, ...]
     cutting = [spec.dim is not None for spec in layout.specs]
     by_place: dict[tuple[int, ...], tuple[int, ...]] = {}
     shapes = []
-    for rank in layout.mesh.ranks:
-        coordinate = layout.mesh.coordinate(rank)
-        assert coordinate is not None
+    for rank, coordinate in zip(layout.mesh.ranks, product(*map(range, layout.mesh.shape)), strict=True):
         # Only coordinates on sharding axes matter, so ranks that differ elsewhere share one result.
-        place = tuple(at for at, cuts in zip(coordinate, cutting, strict=True) if cuts)
+        place = tuple(compress(coordinate, cutting))
         if place not in by_place:
             by_place[place] = layout.local_shape(rank, shape)
         shapes.append(by_place[place])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -104,7 +105,7 @@ class ModelMetadata:
             modules=dict(self.modules),
         )
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[TensorMetadata, ...]:
         """Parameters among the tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == "parameter")
