@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.sectioned_tensor import SectionedTensor
+from tp_styles._shared.shard_values import plain
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo
 from tp_styles._torch_compat import local_of
 from tp_styles.problems import PlanError, Problem
@@ -41,7 +42,7 @@ class PreserveShardingOnApply(_StandIn):
         """Run the module's own `_apply`; new parameters get the old ones' metadata."""
         module = self.module
         before = {name: (part, dict(vars(part))) for name, part in self.parts().items()}
-        type(module)._apply(module, fn, recurse)
+        type(module)._apply(module, lambda x: plain(fn(x)), recurse)  # torch makes a parameter of no value of a shard
         for name, (old, description) in before.items():
             new = module._parameters.get(name)
             if new is not None and new is not old:
