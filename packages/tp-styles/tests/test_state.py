@@ -13,7 +13,13 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -166,3 +172,48 @@ def test_moments_of_fused_shards_resume_through_dcp(ranks: Ranks, tmp_path: Path
     assert torch.equal(full, expected)
     offloaded: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
     assert offloaded["state"]["fused.weight"]["exp_avg"].shape == (24, 8)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_full_state_dicts_of_dcp_and_back(ranks: Ranks, broadcast: bool) -> None:
+    """With `full_state_dict=True` weights and moments of fused shards are full, on the CPU too; their loading shards."""
+    mesh = ranks.mesh((2,), ("tp",))
+    plan = {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}
+
+    def trained(plan: Any, steps: int) -> tuple[Any, Any]:
+        model: Any = models.seeded(models.Gated).double()
+        tp.apply_plan(model, mesh, plan) if plan else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.linspace(-1, step + 1, 16, dtype=torch.float64).view(2, 8)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (alone, single) = trained(plan, 3), trained({}, 3)
+    compared = 0
+    for options in (StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        states: Any = get_state_dict(model, optimizer, options=options)
+        if options.cpu_offload and ranks.rank:
+            continue  # torch returns them on rank 0 alone
+        for name, weight in alone.named_parameters():
+            moments = states[1]["state"][name]
+            pairs = [(states[0][name], weight), *((moments[key], each) for key, each in single.state[weight].items())]
+            for ours, expected in pairs:
+                assert type(ours) is torch.Tensor and ours.shape == expected.shape, name
+                torch.testing.assert_close(ours, expected.detach(), atol=1e-12, rtol=0)
+                compared += ours.numel()
+    assert compared > 500
+    weights, moments = copy.deepcopy(get_state_dict(alone, single))  # torch loads counts of steps without a copy
+    if broadcast and ranks.rank:
+        weights, moments = {}, {}
+    resumed, other = trained(plan, 1)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(resumed, weights, options=options)
+    set_optimizer_state_dict(resumed, other, moments, options=options)
+    for each, one in ((resumed, other), (alone, single)):
+        one.zero_grad()
+        each(torch.ones(2, 8, dtype=torch.float64)).square().sum().backward()
+        one.step()
+    assert models.assert_close(whole_state(resumed), dict(alone.state_dict()), atol=1e-12) > 300

@@ -163,7 +163,7 @@ def _with_sections(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         info, state = sharding_info_of(parameter), state_dict["state"].get(index)
         if info is not None and info.sections and isinstance(parameter, ShardParameter) and state is not None:
             state_dict["state"][index] = {
-                key: OptimizerShard.of(value, info)
+                key: OptimizerShard.saved(value, info)
                 if type(value) is torch.Tensor and value.shape == parameter.shape
                 else value
                 for key, value in state.items()

@@ -125,7 +125,8 @@ FULL_MODEL = {
 class GlobalOnSave:
     """State-dict hook: stores local parameters as DTensors, or as `SectionedTensor`s if they have sections.
 
-    Nothing is communicated and no memory copied.
+    Nothing is communicated and no memory copied, but for DCP's `full_state_dict=True`: that gathers DTensors alone, so
+    sections are gathered here.
 
     Args:
         names: The module's sharded parameters.
@@ -156,7 +157,9 @@ class GlobalOnSave:
                 mesh, placements, shape, stride, sections = info = parameter._sharding_info
                 local = value.detach()
                 state[prefix + name] = (
-                    SectionedTensor.of(local, info) if sections else as_dtensor(local, mesh, placements, shape, stride)
+                    SectionedTensor.saved(local, info)
+                    if sections
+                    else as_dtensor(local, mesh, placements, shape, stride)
                 )
 
 
