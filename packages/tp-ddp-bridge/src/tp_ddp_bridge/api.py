@@ -142,14 +142,32 @@ def _check_arguments(mesh: Any, group: Any, ddp_kwargs: dict[str, Any]) -> None:
             raise TypeError(f"wrap_ddp() takes the data-parallel ranks as mesh= or group=, not as {name}=")
     if (mesh is None) == (group is None):
         code, count = ("missing-mesh", "neither") if mesh is None else ("conflicting-arguments", "both")
-        hint = "name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them"
-        raise PlanError(Problem(code, "mesh, group", found=f"{count} of them given", hint=hint))
+        raise PlanError(
+            Problem(
+                code,
+                "mesh, group",
+                found=f"{count} of them given",
+                hint="name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them",
+            )
+        )
     if not isinstance(mesh, DeviceMesh | None) or not isinstance(group, dist.ProcessGroup | None):
-        hint = "mesh= takes a DeviceMesh, group= a process group, as mesh.get_group('dp') returns it"
-        raise PlanError(Problem("wrong-type", "mesh, group", found=f"{mesh or group!r:.100}", hint=hint))
+        raise PlanError(
+            Problem(
+                "wrong-type",
+                "mesh, group",
+                found=f"{mesh or group!r:.100}",
+                hint="mesh= takes a DeviceMesh, group= a process group, as mesh.get_group('dp') returns it",
+            )
+        )
     if mesh is not None and mesh.get_coordinate() is None:
-        reason = f"rank {dist.get_rank()} is not in it"
-        raise PlanError(Problem("rank-outside-mesh", "mesh", found=reason, hint="call it on the mesh's ranks only"))
+        raise PlanError(
+            Problem(
+                "rank-outside-mesh",
+                "mesh",
+                found=f"rank {dist.get_rank()} is not in it",
+                hint="call it on the mesh's ranks only",
+            )
+        )
 
 
 def _data_group(

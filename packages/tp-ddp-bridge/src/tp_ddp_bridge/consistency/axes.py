@@ -31,9 +31,15 @@ def data_axes(
     if len(names) > 1:  # an axis of one rank is no data axis beside a real one
         names = [name for name in names if len(axes[name]) > 1] or names[:1]
     if not names and not problems:
-        reason = f"every axis of the mesh ({', '.join(axes)}) is tensor parallel"
-        hint = "pass the mesh with the data axis, such as the 2-D mesh that the tensor-parallel one was sliced from"
-        problems.append(Problem("missing-mesh", "mesh", found=reason, hint=hint))
+        problems.append(
+            Problem(
+                "missing-mesh",
+                "mesh",
+                found=f"every axis of the mesh ({', '.join(axes)}) is tensor parallel",
+                hint="pass the mesh with the data axis, such as the 2-D mesh that the tensor-parallel one was sliced"
+                " from",
+            )
+        )
     return tuple(names), tuple(problems)
 
 
@@ -42,9 +48,15 @@ def mixing_problems(
 ) -> list[Problem]:
     """Return a problem for every tensor whose mesh has another rank of the data-parallel group."""
     reason = "its mesh runs over ranks {}, the data-parallel group over {}: DDP would average different shards"
-    hint = "put the parameter on the tensor-parallel mesh (mesh['tp']), or pass the group of ranks with the same shards"
     return [
-        Problem("mesh-mismatch", name, axis=axis, found=reason.format(sorted(ranks), sorted(data_ranks)), hint=hint)
+        Problem(
+            "mesh-mismatch",
+            name,
+            axis=axis,
+            found=reason.format(sorted(ranks), sorted(data_ranks)),
+            hint="put the parameter on the tensor-parallel mesh (mesh['tp']), or pass the group of ranks with the same"
+            " shards",
+        )
         for name, ranks in tensor_ranks.items()
         if ranks & data_ranks != {rank}
     ]

@@ -177,9 +177,15 @@ def _digest_problems(lines: Iterable[str], group: dist.ProcessGroup | None, subj
     digests = all_gather_header(group, digest, subject)
     if len(set(digests)) == 1:
         return []
-    reason = f"the ranks {_partition(digests, ranks_of(group))} hold different tensors, or different shards"
-    hint = "pass the group of the ranks with the same tensor-parallel coordinate, and the same module on all of them"
-    return [Problem("ranks-disagree", "module", found=reason, hint=hint)]
+    return [
+        Problem(
+            "ranks-disagree",
+            "module",
+            found=f"the ranks {_partition(digests, ranks_of(group))} hold different tensors, or different shards",
+            hint="pass the group of the ranks with the same tensor-parallel coordinate, and the same module on all of"
+            " them",
+        )
+    ]
 
 
 def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
@@ -193,16 +199,20 @@ def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None
     with named_collective("check_replicas: the comparison of hashes"):
         dist.all_gather(gathered, own, group=group)
     table = torch.stack(gathered).cpu()  # ranks x tensors x 2
-    hint = (
-        "initialise or load it alike on all ranks (same seed, or a broadcast); a gradient summed on one rank alone "
-        "makes replicas drift apart"
-    )
     problems = []
     for index, each in enumerate(replicas):
         prints = [str(row) for row in table[:, index].tolist()]
         if len(set(zip(each.shard, prints, strict=True))) > len(set(each.shard)):
-            reason = f"different values on ranks {_partition(prints, ranks)}"
-            problems.append(Problem("replicas-differ", each.name, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "replicas-differ",
+                    each.name,
+                    found=f"different values on ranks {_partition(prints, ranks)}",
+                    hint="initialise or load it alike on all ranks (same seed, or a broadcast); a gradient summed on"
+                    " one rank alone "
+                    "makes replicas drift apart",
+                )
+            )
     return problems
 
 

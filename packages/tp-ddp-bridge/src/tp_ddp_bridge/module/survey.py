@@ -99,40 +99,71 @@ def _module_problems(module: nn.Module) -> Iterator[Problem]:
     is_bridged = any(isinstance(part, BridgedModule) for part in module.modules())
     for name, submodule in module.named_modules():
         if isinstance(submodule, DistributedDataParallel):
-            hint = "pass its .module; a model is bridged before DDP wraps it"
-            yield Problem("already-applied", name, found="a DistributedDataParallel", hint=hint)
+            yield Problem(
+                "already-applied",
+                name,
+                found="a DistributedDataParallel",
+                hint="pass its .module; a model is bridged before DDP wraps it",
+            )
         if isinstance(submodule, torch.jit.ScriptModule):
             yield Problem("unsupported-wrapper", name, found="a ScriptModule", hint="use the module as plain PyTorch")
         if fsdp is not None and isinstance(submodule, fsdp.FSDPModule):
-            hint = "FSDP shards over the data axis itself; use it without DDP"
-            yield Problem("unsupported-wrapper", name, found="an FSDP module", hint=hint)
+            yield Problem(
+                "unsupported-wrapper",
+                name,
+                found="an FSDP module",
+                hint="FSDP shards over the data axis itself; use it without DDP",
+            )
         if not is_bridged and torch_bridged(submodule):  # else it ran on leaves, without effect
-            reason = "torch's own _pre_dp_module_transform ran on it (and made frozen parameters trainable)"
-            hint = "build it again and use wrap_ddp(module, mesh=mesh), or bridge before DDP(device_mesh=...)"
-            yield Problem("unsupported-wrapper", name, found=reason, hint=hint)
+            yield Problem(
+                "unsupported-wrapper",
+                name,
+                found="torch's own _pre_dp_module_transform ran on it (and made frozen parameters trainable)",
+                hint="build it again and use wrap_ddp(module, mesh=mesh), or bridge before DDP(device_mesh=...)",
+            )
         parts = (*submodule.children(), *submodule._forward_pre_hooks.values())
         norms = [each.dim for each in parts if isinstance(each, WEIGHT_NORMS)]  # magnitude, direction: registered last
         trained = [p for p in list(submodule._parameters.values())[-2:] if isinstance(p, DTensor) and p.requires_grad]
         if trained and any(dim in (0, trained[-1].ndim - 1) for dim in norms):  # torch fuses these
-            hint = "leave this layer out of tensor parallelism, or freeze it"
-            yield Problem("module-not-shardable", name, found="weight_norm has no backward for DTensors", hint=hint)
+            yield Problem(
+                "module-not-shardable",
+                name,
+                found="weight_norm has no backward for DTensors",
+                hint="leave this layer out of tensor parallelism, or freeze it",
+            )
 
 
 def _tensor_problems(surveyed: SurveyedTensor) -> Iterator[Problem]:
     layout, tensor, name = surveyed.layout, surveyed.tensor, surveyed.name
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
         if placement.is_partial():
-            hint = "redistribute it to Shard or Replicate before bridging"
-            yield Problem("partial-value", name, axis=axis, found=f"placement {placement}", hint=hint)
+            yield Problem(
+                "partial-value",
+                name,
+                axis=axis,
+                found=f"placement {placement}",
+                hint="redistribute it to Shard or Replicate before bridging",
+            )
     if layout.mesh.get_coordinate() is None:
-        reason = "this rank is not in the tensor's mesh"
-        yield Problem("rank-outside-mesh", name, found=reason, hint="bridge it on the mesh's ranks only")
+        yield Problem(
+            "rank-outside-mesh",
+            name,
+            found="this rank is not in the tensor's mesh",
+            hint="bridge it on the mesh's ranks only",
+        )
     if isinstance(tensor, DTensor):
         if not default_axis_order(tensor):
-            reason = "mesh axes that share a tensor dim shard it in another order than the mesh's"
-            hint = "redistribute it to Shard placements in mesh order"
-            yield Problem("invalid-layout", name, found=reason, hint=hint)
+            yield Problem(
+                "invalid-layout",
+                name,
+                found="mesh axes that share a tensor dim shard it in another order than the mesh's",
+                hint="redistribute it to Shard placements in mesh order",
+            )
         device = local_of(tensor).device.type
         if device not in (layout.mesh.device_type, "meta"):
-            reason = f"local tensor on {device!r}, mesh for {layout.mesh.device_type!r}"
-            yield Problem("device-mismatch", name, found=reason, hint="move the module to the mesh's device first")
+            yield Problem(
+                "device-mismatch",
+                name,
+                found=f"local tensor on {device!r}, mesh for {layout.mesh.device_type!r}",
+                hint="move the module to the mesh's device first",
+            )

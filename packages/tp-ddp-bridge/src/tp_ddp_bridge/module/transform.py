@@ -82,12 +82,18 @@ def _bridge(surveyed: SurveyedTensor) -> None:
         if hooks := getattr(tensor, GRAD_HOOKS):
             leaf.register_hook(GradHooks(hooks, layout))
         leaf.grad = None if tensor.grad is None else layout.localize(tensor.grad)
-        reason = "a local leaf took its place when the module was bridged for data parallelism"
-        hint = (
-            "pass the optimizer that still holds it, pre_dp_module_transform(module, optimizers=[optimizer]) (this can "
-            "be done later, too), or build it afterwards"
+        mark_stale(
+            tensor,
+            Problem(
+                "parameter-replaced",
+                surveyed.name,
+                found="a local leaf took its place when the module was bridged for data parallelism",
+                hint="pass the optimizer that still holds it, pre_dp_module_transform(module, optimizers=[optimizer])"
+                " (this can "
+                "be done later, too), or build it afterwards",
+            ),
+            leaf,
         )
-        mark_stale(tensor, Problem("parameter-replaced", surveyed.name, found=reason, hint=hint), leaf)
         refuse_gradients(tensor, surveyed.name)
     _register(surveyed, leaf)
     for owner, name, fqn in surveyed.registrations:
@@ -161,10 +167,16 @@ def _unbridge(surveyed: SurveyedTensor) -> None:
         dtensor.grad = None if leaf.grad is None else layout.wrap(leaf.grad)
     dtensor.__dict__.update({key: value for key, value in leaf.__dict__.items() if key not in LEAF_TAGS})
     if surveyed.kind == "parameter":
-        reason = "a DTensor took the place of this local leaf when the bridge was undone"
-        hint = (
-            "pass the optimizer that still holds it, undo_dp_transform(module, optimizers=[optimizer]) (this can be "
-            "done later, too); bridge the module and wrap it again to go on with data parallelism"
+        mark_stale(
+            leaf,
+            Problem(
+                "parameter-replaced",
+                surveyed.name,
+                found="a DTensor took the place of this local leaf when the bridge was undone",
+                hint="pass the optimizer that still holds it, undo_dp_transform(module, optimizers=[optimizer]) (this"
+                " can be "
+                "done later, too); bridge the module and wrap it again to go on with data parallelism",
+            ),
+            dtensor,
         )
-        mark_stale(leaf, Problem("parameter-replaced", surveyed.name, found=reason, hint=hint), dtensor)
     _register(surveyed, dtensor)

@@ -239,12 +239,16 @@ def _compare_norms(axis: TPGroup, pieces: list[Piece]) -> None:
         for norms in table[:, index].split(copies):
             high, low = float(norms.max()), float(norms.min())
             if high - low > tolerance * high and high > 1e-5 * largest:
-                reason = f"gradient norms {[float(f'{x:.4g}') for x in norms.tolist()]} on ranks that hold the same"
-                hint = (
-                    "each rank has a partial sum: NoParallel(sum_gradient=True) for its module (norms= of"
-                    " GQAParallel); clip with tp_styles.clip_grad_norm_: torch's may take the norm of one's shards"
+                problems.append(
+                    Problem(
+                        "gradients-differ",
+                        name,
+                        found=f"gradient norms {[float(f'{x:.4g}') for x in norms.tolist()]} on ranks that hold the"
+                        " same",
+                        hint="each rank has a partial sum: NoParallel(sum_gradient=True) for its module (norms= of"
+                        " GQAParallel); clip with tp_styles.clip_grad_norm_: torch's may take the norm of one's shards",
+                    )
                 )
-                problems.append(Problem("gradients-differ", name, found=reason, hint=hint))
                 break
     if problems:
         raise PlanError(problems[:8])

@@ -143,9 +143,14 @@ class ExpertForward(ModuleForward):
             reason, hint = f"{indices.dtype}", "indices of experts are integers: name the arguments (inputs=)"
             raise StyleInputError(Problem("wrong-type", f"{self.name}({names[1]})", found=reason, hint=hint))
         if weights is not None and weights.numel() != indices.numel():
-            hint = "weights are those of the selected experts, in the same order"
-            reason = f"{list(weights.shape)} beside indices {list(indices.shape)}"
-            raise StyleInputError(Problem("shape-mismatch", f"{self.name}({names[2]})", found=reason, hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "shape-mismatch",
+                    f"{self.name}({names[2]})",
+                    found=f"{list(weights.shape)} beside indices {list(indices.shape)}",
+                    hint="weights are those of the selected experts, in the same order",
+                )
+            )
         return tokens, indices, weights if weights is None else weights.reshape(indices.shape)
 
     def enter(self, values: tuple[torch.Tensor | None, ...]) -> list[Any]:

@@ -82,9 +82,13 @@ def _leave(leave: Any, value: Any, known: dict[int, int] | None) -> Any:
 
 def _check_count(leaves: list[Any], count: int, name: str) -> None:
     if len(leaves) != count:
-        hint = f"the style lays out {len(leaves)}; give None for an output to leave alone"
         raise StyleInputError(
-            Problem("argument-count", f"{name} ->", found=f"{count} outputs", hint=hint),
+            Problem(
+                "argument-count",
+                f"{name} ->",
+                found=f"{count} outputs",
+                hint=f"the style lays out {len(leaves)}; give None for an output to leave alone",
+            ),
             "module outputs and output_layouts should have same length!",  # torch's message
         )
 

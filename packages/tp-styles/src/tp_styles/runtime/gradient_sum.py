@@ -84,8 +84,9 @@ class GradientSum:
     def reduced(self, gradients: list[torch.Tensor | None], like: list[Any]) -> list[torch.Tensor | None]:
         """Return the sums of the ranks' gradients."""
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            hint = "nn.Embedding(sparse=False)"
-            raise StyleInputError(Problem("sparse-gradient", found="a sparse gradient", hint=hint))
+            raise StyleInputError(
+                Problem("sparse-gradient", found="a sparse gradient", hint="nn.Embedding(sparse=False)")
+            )
         used = self._used([gradient is not None for gradient in gradients], like[0][2])
         sums: list[torch.Tensor | None] = [None] * len(gradients)
         for indices in self._buckets(gradients, like):

@@ -121,9 +121,15 @@ class ShardCheck:
             if local.shape[dim] != size:
                 where = f"{self.name}.{name}".lstrip(".")
                 refuse_transforms(where)
-                reason = f"{local.shape[dim]} on this rank"
-                hint = f"this rank's shard has {size}: load_state_dict() shards full tensors; or pass the shard"
-                raise StyleInputError(Problem("shape-mismatch", where, dim=dim, found=reason, hint=hint))
+                raise StyleInputError(
+                    Problem(
+                        "shape-mismatch",
+                        where,
+                        dim=dim,
+                        found=f"{local.shape[dim]} on this rank",
+                        hint=f"this rank's shard has {size}: load_state_dict() shards full tensors; or pass the shard",
+                    )
+                )
             # Other than parameters: a DTensor's local tensor, or a tensor in place for a functional call. Exact types
             # first: this runs in every step, and isinstance on a parameter's class is slow.
             kind = type(local)
@@ -142,11 +148,14 @@ class ShardCheck:
 
 def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
     """Return the problem of a parameter in place of a shard. Norms would take it for full."""
-    hint = (
-        "norms and state dicts would take it for the full weight: write new values with copy_() or load_state_dict()"
-        "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads"
+    return Problem(
+        "local-shard-as-full",
+        where,
+        found=f"{type(parameter).__name__} in place of a shard",
+        hint="norms and state dicts would take it for the full weight: write new values with copy_() or"
+        " load_state_dict()"
+        "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads",
     )
-    return Problem("local-shard-as-full", where, found=f"{type(parameter).__name__} in place of a shard", hint=hint)
 
 
 # ---------------------------------------------------------------------------------------------- making
@@ -250,10 +259,12 @@ def refuse_computed(module: nn.Module, name: str) -> None:
     items = [*below._parameters.items(), *((key, module._parameters.get(key)) for key in (f"{name}_orig", f"{name}_v"))]
     # torch's older weight norm makes an ordinary parameter of a shard.
     if any(isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) for _, parameter in items):
-        hint = "put it on and take it off again before the plan is applied"
         raise PlanError(
             Problem(
-                "local-shard-as-full", name, found=f"computed from one shard, in {type(module).__name__}", hint=hint
+                "local-shard-as-full",
+                name,
+                found=f"computed from one shard, in {type(module).__name__}",
+                hint="put it on and take it off again before the plan is applied",
             )
         )
 

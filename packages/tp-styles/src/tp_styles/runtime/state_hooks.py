@@ -108,9 +108,13 @@ class FullModelOnly:
         """
         if kwargs.get("state_dict") is not None:
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
-        reason = f"{self.name} on shards"
         raise PlanError(
-            Problem("local-shard-as-full", type(self.model).__name__, found=reason, hint=FULL_MODEL[self.name])
+            Problem(
+                "local-shard-as-full",
+                type(self.model).__name__,
+                found=f"{self.name} on shards",
+                hint=FULL_MODEL[self.name],
+            )
         )
 
 
@@ -205,6 +209,12 @@ def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
             return value.redistribute(placements=placements).to_local()
         value = value.full_tensor()
     if value.shape != shape:
-        hint = f"the full tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() returned"
-        raise PlanError(Problem("shape-mismatch", key, found=f"shape {tuple(value.shape)}", hint=hint))
+        raise PlanError(
+            Problem(
+                "shape-mismatch",
+                key,
+                found=f"shape {tuple(value.shape)}",
+                hint=f"the full tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() returned",
+            )
+        )
     return split_of(info).take(value, mesh.get_local_rank(), mesh.size())

@@ -171,13 +171,24 @@ def exchange_counts(
     sums = torch.stack([ours[:, :-1].sum(1), theirs[:, :-1].sum(1), theirs[:, -1]]).tolist()
     sent, received, flags = sums
     if RAISED in flags:
-        hint = "see the traceback of that rank: it has not sent its tokens"
-        problem = Problem("rank-failed", "experts", found=f"an error on rank {flags.index(RAISED)}", hint=hint)
-        raise StyleInputError(problem)
+        raise StyleInputError(
+            Problem(
+                "rank-failed",
+                "experts",
+                found=f"an error on rank {flags.index(RAISED)}",
+                hint="see the traceback of that rank: it has not sent its tokens",
+            )
+        )
     if any(flags):  # every rank has every rank's flag
-        hint = f"a router selects experts 0 to {num_experts - 1}; {num_experts} stands for none"
         ranks = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
-        raise StyleInputError(Problem("invalid-argument", "experts", found=f"an index on rank {ranks}", hint=hint))
+        raise StyleInputError(
+            Problem(
+                "invalid-argument",
+                "experts",
+                found=f"an index on rank {ranks}",
+                hint=f"a router selects experts 0 to {num_experts - 1}; {num_experts} stands for none",
+            )
+        )
     return torch.arange(step, device=experts.device), theirs[:, :-1], sent, received
 
 

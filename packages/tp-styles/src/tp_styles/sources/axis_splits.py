@@ -97,8 +97,14 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
     order = layout.order or tuple(cutting)  # default: the order of the mesh
     before = [other for other in order[: order.index(axis)] if cutting[other] % len(shape) == dim]
     if before:
-        reason = f"{layout}: {before[0]} shards dim {dim} before {axis}"
-        return None, Problem("invalid-layout", name, dim=dim, axis=axis, found=reason, hint="let the axis shard first")
+        return None, Problem(
+            "invalid-layout",
+            name,
+            dim=dim,
+            axis=axis,
+            found=f"{layout}: {before[0]} shards dim {dim} before {axis}",
+            hint="let the axis shard first",
+        )
     sections = _sections(term, shape[dim])
     if sections is None:
         return None, Problem("layout-mismatch", name, dim=dim, axis=axis, found=str(layout), hint=hint)

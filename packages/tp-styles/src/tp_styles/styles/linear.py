@@ -56,8 +56,14 @@ def linear_problems(info: ModuleInfo, shape: LinearShape, known: tuple[str, ...]
         )
     others = [p.name for p in info.parameters if p.name not in known]
     if others:
-        hint = "a linear layer's style handles weight and bias; write a style with spec() for this class"
-        problems.append(Problem("unknown-name", info.where(), found=", ".join(others), hint=hint))
+        problems.append(
+            Problem(
+                "unknown-name",
+                info.where(),
+                found=", ".join(others),
+                hint="a linear layer's style handles weight and bias; write a style with spec() for this class",
+            )
+        )
     return problems
 
 
@@ -65,25 +71,36 @@ def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
     """List reasons not to shard this embedding."""
     problems = []
     if info.size("max_norm") is not None:
-        hint = "renormalising in place needs full rows that are equal on every rank; set max_norm=None"
         problems.append(
-            Problem("unsupported-option", info.where(), found=f"max_norm={info.size('max_norm')}", hint=hint)
+            Problem(
+                "unsupported-option",
+                info.where(),
+                found=f"max_norm={info.size('max_norm')}",
+                hint="renormalising in place needs full rows that are equal on every rank; set max_norm=None",
+            )
         )
     if info.size("sparse"):
         problems.append(
             Problem("sparse-gradient", info.where(), found="sparse=True", hint="use dense gradients: sparse=False")
         )
     if by_rows and info.size("scale_grad_by_freq"):
-        hint = "a rank that holds some of the rows cannot count the others; use ColwiseParallel"
-        problems.append(Problem("unsupported-option", info.where(), found="scale_grad_by_freq=True", hint=hint))
+        problems.append(
+            Problem(
+                "unsupported-option",
+                info.where(),
+                found="scale_grad_by_freq=True",
+                hint="a rank that holds some of the rows cannot count the others; use ColwiseParallel",
+            )
+        )
     return problems
 
 
 def wrong_kind(info: ModuleInfo, style: str) -> Problem:
     """Return the problem of a style on an unsupported kind of module."""
     what = "name the layers inside, use a style for this class, or leave it out of the plan"
-    hint = f"{style} is for nn.Linear and nn.Embedding; {what}"
-    return Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint)
+    return Problem(
+        "module-kind", info.where(), found=info.kind.__name__, hint=f"{style} is for nn.Linear and nn.Embedding; {what}"
+    )
 
 
 def single(placement: Placement | tuple[Placement, ...] | None, default: Placement, argument: str) -> Placement:
@@ -294,8 +311,14 @@ class RowwiseParallel(ParallelStyle):
         parameters = (("weight", ParameterSpec(Split.along(0, rows))),)
         source = self.input_layouts[0] if self._input_given else Replicate()
         if source in (Shard(-1), Partial()) or isinstance(source, Partial):  # ids have no feature dim
-            hint = "every rank looks up all ids: leave input_layouts out, or name the dim that they are split on"
-            problems.append(Problem("sharded-input", info.where("input_layouts"), found=repr(source), hint=hint))
+            problems.append(
+                Problem(
+                    "sharded-input",
+                    info.where("input_layouts"),
+                    found=repr(source),
+                    hint="every rank looks up all ids: leave input_layouts out, or name the dim that they are split on",
+                )
+            )
             source = Replicate()
         plain = info.kind.forward is nn.Embedding.forward
         # An overridden forward gets full lookups and returns a full output.
@@ -358,9 +381,13 @@ class FusedColwiseParallel(ColwiseParallel):
             size_or_sizes > 0 if isinstance(size_or_sizes, int) else size_or_sizes and min(size_or_sizes) > 0
             for size_or_sizes in numbers
         ):
-            reason = f"{sections!r}, unit={unit!r}, copies={copies!r}"
             raise StyleTypeError(
-                Problem("invalid-sections", type(self).__name__, found=reason, hint="positive numbers")
+                Problem(
+                    "invalid-sections",
+                    type(self).__name__,
+                    found=f"{sections!r}, unit={unit!r}, copies={copies!r}",
+                    hint="positive numbers",
+                )
             )
 
     def features_split(self, info: ModuleInfo, features: int, tp_size: int) -> tuple[Split, list[Problem]]:
@@ -382,7 +409,13 @@ class FusedColwiseParallel(ColwiseParallel):
             return Split.along(0, features), [Problem("invalid-sections", info.where(where), found=reason, hint=hint)]
         problems = []
         if not self.use_local_output and (len(sizes) > 1 or max(copies) > 1):
-            hint = "a DTensor cannot express sections of its last dim; leave it True"
-            problems.append(Problem("invalid-argument", info.where("use_local_output"), found="False", hint=hint))
+            problems.append(
+                Problem(
+                    "invalid-argument",
+                    info.where("use_local_output"),
+                    found="False",
+                    hint="a DTensor cannot express sections of its last dim; leave it True",
+                )
+            )
         sections = tuple(Section(*each) for each in zip(sizes, units, copies, strict=True))
         return Split(0, sections), problems

@@ -61,10 +61,12 @@ class PrepareModuleInput(ParallelStyle):
             if source is None:
                 continue
             if index >= len(names) and not info.open_positional:  # `*args` takes any index
-                hint = f"forward takes {', '.join(names) or 'no arguments'}"
                 problems.append(
                     Problem(
-                        "unknown-name", info.where("input_layouts"), found=f"a layout for argument {index}", hint=hint
+                        "unknown-name",
+                        info.where("input_layouts"),
+                        found=f"a layout for argument {index}",
+                        hint=f"forward takes {', '.join(names) or 'no arguments'}",
                     )
                 )
                 continue
@@ -73,8 +75,14 @@ class PrepareModuleInput(ParallelStyle):
             inputs.append((name, Redistribution(source, source if wanted is None else wanted)))  # None: unchanged
         for name, source in self.input_kwarg_layouts.items():
             if name not in (*names, *info.keyword_only) and not info.open_keyword:
-                hint = f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}"
-                problems.append(Problem("unknown-name", info.where("input_kwarg_layouts"), found=repr(name), hint=hint))
+                problems.append(
+                    Problem(
+                        "unknown-name",
+                        info.where("input_kwarg_layouts"),
+                        found=repr(name),
+                        hint=f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}",
+                    )
+                )
             elif name in dict(inputs):
                 problems.append(Problem("duplicate-name", info.where(name), hint="give it one layout"))
             inputs.append((name, Redistribution(source, self.desired_input_kwarg_layouts[name])))
