@@ -274,7 +274,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a module that torch's own transform went over",
-        "module/survey.py",
+        "module/transform.py",
         "if not is_bridged and torch_bridged(submodule):",
         "if False:",
         "test_api.py::test_torchs_own_transform_is_refused",

@@ -177,7 +177,7 @@ def test_moments_of_fused_shards_resume_through_dcp(ranks: Ranks, tmp_path: Path
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_full_state_dicts_of_dcp_and_back(ranks: Ranks, broadcast: bool) -> None:
-    """With `full_state_dict=True` weights and moments of fused shards are full, on the CPU too; their loading shards."""
+    """With `full_state_dict=True` weights and moments of fused shards are full, on the CPU too; loading shards them."""
     mesh = ranks.mesh((2,), ("tp",))
     plan = {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}
 

@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._torch_compat import flatten_axes
-from tp_ddp_bridge.consistency.axes import data_axes, mixing_problems
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
     all_replica_problems,
+    data_axes,
+    mixing_problems,
     raise_on_all_ranks,
     shard_problems,
     structure_lines,
 )
 from tp_ddp_bridge.ddp import BridgedDDP, guard_ddp, guard_of, tensor_ranks
 from tp_ddp_bridge.layout import tensor_groups
-from tp_ddp_bridge.module.survey import survey
-from tp_ddp_bridge.module.transform import bridging_problems, is_bridged, transform, undo_dp_transform
+from tp_ddp_bridge.module.transform import bridging_problems, is_bridged, survey, transform, undo_dp_transform
 from tp_ddp_bridge.optim.elementwise import check_steps
 from tp_ddp_bridge.optim.state import as_list
 

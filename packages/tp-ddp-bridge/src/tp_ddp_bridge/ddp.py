@@ -24,10 +24,10 @@ from torch.nn.utils import skip_init
 
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters, without_overrides
-from tp_ddp_bridge.consistency.axes import mixing_problems
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
     all_replica_problems,
+    mixing_problems,
     raise_on_all_ranks,
     shard_problems,
     structure_lines,

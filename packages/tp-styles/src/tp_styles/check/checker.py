@@ -29,12 +29,10 @@ from tp_styles._shared.norms import BRIDGED
 from tp_styles._shared.progress import each_shown
 from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, without_dispatch_modes
 from tp_styles.check import RUNNING, Running, running
-from tp_styles.check.compare import Comparison, Difference, cotangents
+from tp_styles.check.compare import ALIKE, Comparison, Difference, Stage, Verdict, cotangents, problem
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
-from tp_styles.check.report import ALIKE, Stage, Verdict, problem
-from tp_styles.check.runs import Original, Run, Trace, full_numel, has_fsdp_below
+from tp_styles.check.runs import Original, Run, Trace, Weights, full_numel, has_fsdp_below
 from tp_styles.check.watched_loss import watch_loss
-from tp_styles.check.weights import Weights
 from tp_styles.plan.model import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
 from tp_styles.runtime.dropout import default_generator

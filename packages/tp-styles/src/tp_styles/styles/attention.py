@@ -114,7 +114,6 @@ class GQAParallel(ParallelStyle):
         qkv: str | None = None,
         norms: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(None, None)
         self.num_heads, self.num_kv_heads, self.kv_replicate = num_heads, num_kv_heads, kv_replicate
         self.q, self.k, self.v, self.o, self.qkv = q, k, v, o, qkv
         self.norms = tuple(norms)
@@ -220,7 +219,6 @@ class MultiheadAttentionParallel(ParallelStyle):
         input_layouts: Placement | tuple[Placement, ...] | None = None,
         output_layouts: Placement | tuple[Placement, ...] | None = None,
     ) -> None:
-        super().__init__(None, None)
         self.input_layouts = (single(input_layouts, Replicate(), "input_layouts"),)
         self.output_layouts = (single(output_layouts, Replicate(), "output_layouts"),)
 

@@ -33,7 +33,6 @@ class NoParallel(ParallelStyle):
     """
 
     def __init__(self, *, sum_gradient: bool = False) -> None:
-        super().__init__(None, None)
         self.sum_gradient = sum_gradient
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
@@ -59,7 +58,6 @@ class SequenceParallel(ParallelStyle):
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
-        super().__init__(None, None)
         self.sequence_dim = sequence_dim
         self.sequence_sharding = (Shard(sequence_dim),)
         self.use_local_output = use_local_output
@@ -111,7 +109,6 @@ class BlockParallel(ParallelStyle):
         attributes: Mapping[str, int] | Sequence[str] = (),
         tp_size: int | None = None,
     ) -> None:
-        super().__init__(None, None)
         self.shard, self.buffers = dict(shard or {}), dict(buffers or {})
         self.sum_gradient = tuple(sum_gradient)
         self.attributes = dict(attributes) if isinstance(attributes, Mapping) else tuple(attributes)
@@ -212,7 +209,6 @@ class LoRAParallel(ParallelStyle):
         b: str = "lora_B",
         dropout: str = "lora_dropout",
     ) -> None:
-        super().__init__(None, None)
         if style not in ("column", "row") and not isinstance(style, ColwiseParallel | RowwiseParallel):
             raise StyleTypeError(
                 Problem(
@@ -289,7 +285,6 @@ class ParametersParallel(ParallelStyle):
     """
 
     def __init__(self, parameters: Mapping[str, str], *, role: str = "local") -> None:
-        super().__init__(None, None)
         self.parameters = dict(parameters)
         self.role = role
 
@@ -341,7 +336,6 @@ class LatentKVParallel(ParallelStyle):
     """
 
     def __init__(self, rope_features: int) -> None:
-        super().__init__(None, None)
         self.rope_features = rope_features
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:

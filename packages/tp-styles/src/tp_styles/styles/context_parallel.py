@@ -101,7 +101,6 @@ class ContextParallel(ParallelStyle):
         pad: int | None = None,
         order: Literal["contiguous", "zigzag"] = "contiguous",
     ) -> None:
-        super().__init__(None, None)
         self.kind, self.gradients, self.order, self.pad = kind, gradients, order, pad
         self.inputs = dict(inputs or {})
         self.input_layouts, self.output_layouts, self.output_dim = input_layouts, output_layouts, output_dim

@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tp_styles.problems import Problem, StyleTypeError
-from tp_styles.runtime.experts import FORMS, ExpertForward, Experts, ExpertSpec
-from tp_styles.runtime.token_exchange import AllToAllDispatcher, TokenDispatcher
+from tp_styles.runtime.experts import FORMS, AllToAllDispatcher, ExpertForward, Experts, ExpertSpec, TokenDispatcher
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Section, Split, StyleSpec, describe, is_below
 
@@ -61,7 +60,6 @@ class ExpertParallel(ParallelStyle):
         form: str | None = None,
         dispatcher: TokenDispatcher | None = None,
     ) -> None:
-        super().__init__(None, None)
         for name, value, allowed in (("tokens", tokens, ("replicated", "sharded")), ("form", form, (None, *FORMS))):
             if value not in allowed:
                 raise StyleTypeError(
@@ -176,7 +174,6 @@ class RouterLogits(ParallelStyle):
     """
 
     def __init__(self, outputs: int = 3, logits: int = 0) -> None:
-        super().__init__(None, None)
         self.outputs, self.logits = outputs, logits
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:

@@ -183,7 +183,6 @@ class ColwiseParallel(ParallelStyle):
         output_layouts: Placement | tuple[Placement, ...] | None = None,
         use_local_output: bool | None = None,
     ) -> None:
-        super().__init__(None, None)
         self.input_layouts = (single(input_layouts, Replicate(), "input_layouts"),)
         self.output_layouts = (single(output_layouts, Shard(-1), "output_layouts"),)
         self.desired_input_layouts = (Replicate(),)
@@ -257,7 +256,6 @@ class RowwiseParallel(ParallelStyle):
         use_local_output: bool = True,
         sum_gradient: bool = False,
     ) -> None:
-        super().__init__(None, None)
         self.input_layouts = (single(input_layouts, Shard(-1), "input_layouts"),)
         self.output_layouts = (single(output_layouts, Replicate(), "output_layouts"),)
         self.use_local_output = use_local_output

@@ -40,7 +40,6 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        super().__init__(None, None)
         self.input_layouts = _several(input_layouts, "input_layouts")
         self.desired_input_layouts = _several(desired_input_layouts, "desired_input_layouts")
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
@@ -119,7 +118,6 @@ class PrepareModuleOutput(ParallelStyle):
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(None, None)
         self.output_layouts = _several(output_layouts, "output_layouts") or ()
         self.desired_output_layouts = _several(desired_output_layouts, "desired_output_layouts") or ()
         self.use_local_output = use_local_output
@@ -154,7 +152,6 @@ class PrepareModuleInputOutput(ParallelStyle):
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(None, None)
         self.prepare_module_input = PrepareModuleInput(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,
