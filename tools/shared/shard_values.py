@@ -89,7 +89,9 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 
 _PLACES = (torch, torch.Tensor, functional)
-_PLAIN = {torch.Tensor.data.__get__, torch.Tensor.grad.__get__, torch.autograd.grad}.union(  # type: ignore[attr-defined]
+_DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
+_PLAIN = {_DATA.__get__, _GRAD.__get__, torch.autograd.grad}.union(
     named("detach as_subclass module_load zeros_like ones_like full_like empty_like", *_PLACES),
     named("rand_like randn_like randint_like", torch),
     named("new_empty new_zeros new_ones new_full new_tensor new_empty_strided", *_PLACES),

@@ -72,14 +72,14 @@ class Comparison:
         """Return differences of outputs and written tensors, and outputs for the backward."""
         ours, wanted = [*tensors_in(sharded.output)], [*tensors_in(reference.output)]
         count = len(ours)
-        if set(self.axis.all_gather_objects(count, "the check")) != {len(wanted)}:  # on any rank
+        own = {name: _meta(x) for name, x in sharded.written.items() if name in reference.written}
+        everyone = self.axis.all_gather_objects(([_meta(x) for _, x in ours], own), "the check")  # all in one message
+        if {len(metas) for metas, _ in everyone} != {len(wanted)}:  # on any rank
             return [Difference("output", "structure", math.inf, f"{count} tensors, {len(wanted)} originally")], []
-        written = [name for name in sharded.written if name in reference.written]
-        names = self.axis.all_gather_objects(written, "the check")
-        written = [name for name in names[0] if all(name in other for other in names)]  # rank 0's order everywhere
+        written = [name for name in everyone[0][1] if all(name in metas for _, metas in everyone)]  # in rank 0's order
         ours += [(Place(name, 0), sharded.written[name]) for name in written]
         wanted += [(Place(name, 0), reference.written[name]) for name in written]
-        shapes = self.axis.all_gather_objects([(tuple(x.shape), isinstance(x, DTensor)) for _, x in ours], "the check")
+        shapes = [[*metas, *(of_written[name] for name in written)] for metas, of_written in everyone]
         differences: list[Difference] = []
         outputs: list[Output] = []
         for index, ((place, actual), (_, other)) in enumerate(zip(ours, wanted, strict=True)):
@@ -233,6 +233,10 @@ def gradient_differences(pairs: list[GradientPair], tolerance: float, floor: flo
 
 # Norm of a difference, relative to the gradient's: of two independent halves of a sum each is off by 0.7.
 ONE_RANKS_PART = 0.4
+
+
+def _meta(x: torch.Tensor) -> tuple[tuple[int, ...], bool]:
+    return tuple(x.shape), isinstance(x, DTensor)
 
 
 def full_of(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tp_styles._shared.consensus import all_gather_objects, as_bytes
+from tp_styles._shared.consensus import all_gather_small, as_bytes
 from tp_styles._torch_compat import (
     all_gather_into,
     functional_collectives,
@@ -143,7 +143,7 @@ class TPGroup:
         """Gather picklable objects of all ranks; a dead peer is an error with `subject`."""
         before_collective(self.group, subject)
         with without_dispatch_modes():  # the check's mode would see every copy of the bytes
-            return all_gather_objects(self.group, value, subject)
+            return all_gather_small(self.group, value, subject)
 
     def slice(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """Return this rank's shard of `x` along `dim` (a view)."""
