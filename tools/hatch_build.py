@@ -1,11 +1,34 @@
-"""Put linked files into a package's sdist as plain files: hatchling would keep the links, which lead out of it."""
+"""What the packages' builds share: the project's links, and sdists without links of the file system.
+
+hatchling would keep symbolic links in an sdist; they lead out of it.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+
+class Links(MetadataHookInterface):
+    """Writes links to the repository into a package's metadata: `REPO` says where it is published, as for the site."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Called with the table `project` of a package's pyproject.toml."""
+        repository = os.environ.get("REPO", "").rstrip("/").removesuffix(".git")
+        if repository.startswith("https://"):  # a clone on this machine is no address for others
+            folder = f"{repository}/blob/main/packages/{metadata['name']}"
+            metadata["urls"] = {
+                "Repository": repository,
+                "Documentation": f"{repository}/blob/main/docs/packages/{metadata['name']}.md",
+                "Changelog": f"{folder}/CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+            }
 
 
 class PlainFiles(BuildHookInterface[Any]):

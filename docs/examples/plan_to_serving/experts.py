@@ -60,7 +60,7 @@ def train_experts(setting: Setting, count: int) -> None:
             f"weights with {count} experts after {setting.num_compared} steps", ours, flat, 1e-9
         )
     setting.pages["experts"] = {
-        "The mixture: what the first call compared": "\n".join(handle.report()),
+        "The mixture: what the first call compared": handle.report(),
         "The mixture: which rank owns which matrix": optimizer.plan.explain(),
     }
 

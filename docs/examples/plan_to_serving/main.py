@@ -10,6 +10,7 @@ the weights to a serving layout; 5. a report. The same step on one device is the
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -67,4 +68,8 @@ def job(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parsed = arguments()
-    sys.exit(worlds.run(lambda: job(parsed)))
+    code = worlds.run(lambda: job(parsed))
+    # DTensor's caches hold the meshes, so gloo's worker threads outlive `destroy_process_group`. A thread that releases
+    # its last tensor while the interpreter is torn down aborts a rank that has finished: end without tearing down.
+    sys.stdout.flush()
+    os._exit(code)

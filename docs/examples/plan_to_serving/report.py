@@ -142,6 +142,32 @@ def traffic_bars(lines: Sequence[Any]) -> Any:
     return figure
 
 
+def coverage_bars(claims: Sequence[Any]) -> Any:
+    """Compared values of each claim, its greatest difference and its limit; `claims` are `compare.Comparison`s."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.35 * len(claims) + 1))
+    counts, differences = figure.subplots(1, 2, sharey=True)
+    counts.barh(range(len(claims)), [claim.num_values for claim in claims], color="#0969da")
+    counts.set_xscale("log")
+    counts.set_xlabel("compared values")
+    counts.set_yticks(range(len(claims)), [claim.what for claim in claims], fontsize=8)
+    counts.invert_yaxis()
+    for row, claim in enumerate(claims):
+        # Equal bits have no place on a logarithmic axis: they are drawn at its left end, with their word.
+        if claim.greatest > 0:
+            differences.plot([claim.greatest, claim.limit], [row, row], color="#57606a", linewidth=1)
+            differences.plot(claim.greatest, row, "o", color="#1a7f37")
+            differences.plot(claim.limit, row, "|", color="#cf222e", markersize=12)
+        else:
+            differences.annotate("equal", (0.02, row), xycoords=("axes fraction", "data"), fontsize=8, va="center")
+    differences.set_xscale("log")
+    differences.set_xlabel("greatest difference (dot) and its limit (bar)")
+    for axes in (counts, differences):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def step_times(seconds: dict[str, Sequence[float]]) -> Any:
     """Distribution of step times per run, the first three steps (tracing, buckets, allocation) left out."""
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ import tp_ddp_bridge
 import tp_styles
 import traffic
 from model import GPT
-from report import Report, loss_curves, memory_bars, plan_picture, step_times, traffic_bars
+from report import Report, coverage_bars, loss_curves, memory_bars, plan_picture, step_times, traffic_bars
 from serving import greedy, logits_of
 from setting import NAMES, Setting, printer
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ def _train_2d(
     mesh = setting.world.mesh(dp=setting.dp, tp=setting.tp)
     model = setting.new_model(dtype)
     styles = tp_styles.from_sharding_plan(planned, model)
-    tp_styles.apply_plan(model, mesh["tp"], styles)
+    handle = tp_styles.apply_plan(model, mesh["tp"], styles)
     ddp = tp_ddp_bridge.wrap_ddp(model, mesh=mesh)
     optimizer = new_optimizer(ddp)
     live = LiveBytes(optimizer)
@@ -113,6 +113,7 @@ def _train_2d(
     setting.compare_losses(run, reference, dtype)
     if dtype == torch.float32:
         setting.runs["TP x DDP"] = run
+        setting.pages["first call"] = handle.report()
         _compare_memory(setting, live)
     return Trained(model, dict(model.state_dict()))
 
@@ -215,6 +216,7 @@ def write_report(setting: Setting, folder: Path) -> Path:
             (c.what, c.num_values, f"{c.greatest:.1e}", f"{c.limit:.0e}", c.kind) for c in setting.comparisons.claims
         ]
         report.table("What was compared", ("what", "values", "greatest difference", "limit", "kind"), claims)
+        report.picture("What was compared, drawn", coverage_bars(setting.comparisons.claims))
         report.picture("Loss", loss_curves({name: run.losses for name, run in setting.runs.items()}))
         report.picture("The plan: which rank holds what", plan_picture(setting.pages["layouts"], setting.world.size))
         report.text("The plan in words", setting.pages["plan"])
@@ -228,6 +230,7 @@ def write_report(setting: Setting, folder: Path) -> Path:
             report.text(f"The graph, {style}", setting.pages[f"graph, {style}"])
         for heading, text in setting.pages.get("experts", {}).items():
             report.text(heading, text)
+        report.text("What the first call of TP x DDP compared", setting.pages["first call"])
         report.picture("Step times", step_times({name: run.step_seconds for name, run in setting.runs.items()}))
         report.text("Text served", setting.pages["text"])
         page = report.write(folder)
