@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-
 import torch
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -15,21 +12,6 @@ from torch.utils._pytree import tree_map as tree_map
 without_overrides = torch._C.DisableTorchFunctionSubclass
 """Context in which ``__torch_function__`` of tensor classes is not called; entering it takes 0.2 us."""
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # the search for infinities of torch.amp.GradScaler
-
-
-def wants_full_state() -> bool:
-    """Return True in a state dict that DCP's getters ask for with ``full_state_dict=True``.
-
-    They gather DTensors and ShardedTensors alone, and tell no hook that they will: other shards have to be full when a
-    hook of ``state_dict()`` returns them.
-    """
-    frame: FrameType | None = sys._getframe(1)  # noqa: TID251  # torch has no hook, and no argument that says it
-    while frame is not None:
-        is_getter = frame.f_code.co_name in ("_get_model_state_dict", "_get_optim_state_dict")
-        if is_getter and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return bool(frame.f_locals["info"].full_state_dict)
-        frame = frame.f_back
-    return False
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._torch_compat import tree_map, wants_full_state
+from ._torch_compat import tree_map
 from .chunked_tensor import ChunkedTensor
 from .consensus import as_bytes
 from .sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
@@ -43,12 +43,6 @@ class SectionedTensor(ChunkedTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SectionedTensor:
         return type(self).of(self.plain().clone(), self._sharding_info)
-
-    @classmethod
-    def saved(cls, local: torch.Tensor, info: ShardingInfo) -> torch.Tensor:
-        """Return an entry of a state dict: a view, or the full tensor where DCP's getters ask for full ones."""
-        shard = cls.of(local, info)
-        return shard.full_tensor() if wants_full_state() else shard
 
     def plain(self) -> torch.Tensor:
         """Return the local tensor as a plain one; the same memory."""

@@ -176,8 +176,8 @@ def test_moments_of_fused_shards_resume_through_dcp(ranks: Ranks, tmp_path: Path
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_full_state_dicts_of_dcp_and_back(ranks: Ranks, broadcast: bool) -> None:
-    """With `full_state_dict=True` weights and moments of fused shards are full, on the CPU too; loading shards them."""
+def test_full_states_are_loaded_and_shards_in_their_place_refused(ranks: Ranks, broadcast: bool) -> None:
+    """`full_state_dict=True` shards what it loads; of fused shards it gets one rank's, which no other rank takes."""
     mesh = ranks.mesh((2,), ("tp",))
     plan = {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}
 
@@ -192,28 +192,31 @@ def test_full_state_dicts_of_dcp_and_back(ranks: Ranks, broadcast: bool) -> None
         return model, optimizer
 
     (model, optimizer), (alone, single) = trained(plan, 3), trained({}, 3)
-    compared = 0
-    for options in (StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True, cpu_offload=True)):
-        states: Any = get_state_dict(model, optimizer, options=options)
-        if options.cpu_offload and ranks.rank:
-            continue  # torch returns them on rank 0 alone
-        for name, weight in alone.named_parameters():
-            moments = states[1]["state"][name]
-            pairs = [(states[0][name], weight), *((moments[key], each) for key, each in single.state[weight].items())]
-            for ours, expected in pairs:
-                assert type(ours) is torch.Tensor and ours.shape == expected.shape, name
-                torch.testing.assert_close(ours, expected.detach(), atol=1e-12, rtol=0)
-                compared += ours.numel()
-    assert compared > 500
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    moments: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    full = moments["state"]["both.weight"]["exp_avg"].full_tensor()  # the way on
+    torch.testing.assert_close(full, single.state[alone.both.weight]["exp_avg"], atol=1e-12, rtol=0)
+    files = []
+    for saved in (moments, optimizer.state_dict()):
+        buffer = io.BytesIO()
+        torch.save(saved, buffer)
+        files.append(ranks.gather(buffer.getvalue()))
+    of_rank_0 = torch.load(io.BytesIO(files[1][0]))
+    if ranks.rank:
+        with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*exp_avg.*full_state_dict=True"):
+            trained(plan, 1)[1].load_state_dict(of_rank_0)
+    else:
+        trained(plan, 1)[1].load_state_dict(of_rank_0)
+    optimizer.load_state_dict(torch.load(io.BytesIO(files[1][ranks.rank])))  # its own
     weights, moments = copy.deepcopy(get_state_dict(alone, single))  # torch loads counts of steps without a copy
     if broadcast and ranks.rank:
         weights, moments = {}, {}
     resumed, other = trained(plan, 1)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     set_model_state_dict(resumed, weights, options=options)
     set_optimizer_state_dict(resumed, other, moments, options=options)
-    for each, one in ((resumed, other), (alone, single)):
+    for each, one in ((resumed, other), (alone, single), (model, optimizer)):
         one.zero_grad()
         each(torch.ones(2, 8, dtype=torch.float64)).square().sum().backward()
         one.step()
-    assert models.assert_close(whole_state(resumed), dict(alone.state_dict()), atol=1e-12) > 300
+    for each in (resumed, model):
+        assert models.assert_close(whole_state(each), dict(alone.state_dict()), atol=1e-12) > 300

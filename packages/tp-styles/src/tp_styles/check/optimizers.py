@@ -21,7 +21,7 @@ from tp_styles._shared.consensus import named_collective
 from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.norms import BRIDGED
 from tp_styles._shared.sectioned_tensor import SectionedTensor
-from tp_styles._shared.sharding_info import sharding_info_of
+from tp_styles._shared.sharding_info import ShardingInfo, sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import is_compiling, is_fake, local_of
 from tp_styles.check.checker import live_checkers
@@ -131,6 +131,17 @@ def _place_state(optimizer: Optimizer) -> None:
             continue
         shape = parameter.shape if info is None else info.shape
         for key, value in state.items():
+            if info is not None and info.sections and getattr(value, "_rows", _rows_of(info)) != _rows_of(info):
+                raise PlanError(
+                    Problem(
+                        "local-shard-as-full",
+                        key,
+                        found=f"rows of another rank, in place of state of {list(shape)}",
+                        hint="a file of get_optimizer_state_dict(full_state_dict=True) has one rank's shards of fused"
+                        " weights: save with torch.distributed.checkpoint, take full_tensor() of each entry, or load"
+                        " each rank's own file",
+                    )
+                )
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != shape:
                 continue
             if isinstance(value, SectionedTensor):  # what `_with_sections` gave, loaded by this optimizer or a new one
@@ -153,8 +164,18 @@ class OptimizerShard(SectionedTensor):
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain local tensor: a file of one rank stays one, and reading it needs no class of ours."""
-        return self.plain().__reduce_ex__(protocol)
+        """Pickle a plain local tensor with its rows: a file of one rank stays one, and is read without a class of ours.
+
+        torch's `full_state_dict=True` gathers DTensors alone and asks no hook, so a file of it may hold one rank's
+        moments in place of full ones: the rows tell the other ranks.
+        """
+        local: Any = self.plain()
+        local._rows = _rows_of(self._sharding_info)
+        return local.__reduce_ex__(protocol)
+
+
+def _rows_of(info: ShardingInfo) -> tuple[tuple[int, ...], ...]:
+    return tuple(info.shape), *info.ranges(info.mesh.get_local_rank(info.section_axis()[0]))
 
 
 def _with_sections(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -163,7 +184,7 @@ def _with_sections(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         info, state = sharding_info_of(parameter), state_dict["state"].get(index)
         if info is not None and info.sections and isinstance(parameter, ShardParameter) and state is not None:
             state_dict["state"][index] = {
-                key: OptimizerShard.saved(value, info)
+                key: OptimizerShard.of(value, info)
                 if type(value) is torch.Tensor and value.shape == parameter.shape
                 else value
                 for key, value in state.items()

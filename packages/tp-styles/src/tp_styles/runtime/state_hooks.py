@@ -129,8 +129,7 @@ FULL_MODEL = {
 class GlobalOnSave:
     """State-dict hook: stores local parameters as DTensors, or as `SectionedTensor`s if they have sections.
 
-    Nothing is communicated and no memory copied, but for DCP's `full_state_dict=True`: that gathers DTensors alone, so
-    sections are gathered here.
+    Nothing is communicated and no memory copied.
 
     Args:
         names: The module's sharded parameters.
@@ -161,9 +160,7 @@ class GlobalOnSave:
                 mesh, placements, shape, stride, sections = info = parameter._sharding_info
                 local = value.detach()
                 state[prefix + name] = (
-                    SectionedTensor.saved(local, info)
-                    if sections
-                    else as_dtensor(local, mesh, placements, shape, stride)
+                    SectionedTensor.of(local, info) if sections else as_dtensor(local, mesh, placements, shape, stride)
                 )
 
 
