@@ -232,14 +232,14 @@ MUTATIONS = [
     ),
     Mutation(
         "functions that take a leaf for the full parameter",
-        "layout.py",
-        "        for shard in shards if func in FULL_READS and func is not torch.Tensor.__setitem__ else ():\n",
+        "_shared/shard_values.py",
+        "        for shard in shards if func in FULL_READS else ():\n",
         "        for shard in ():\n",
         "module/test_transform.py::test_functions_that_take_a_leaf_for_the_full_weight_are_refused",
     ),
     Mutation(
         "results of a leaf that are shards too",
-        "layout.py",
+        "_shared/shard_values.py",
         "    value, dims = result.as_subclass(ShardValue),",
         "    return result\n    value, dims = result.as_subclass(ShardValue),",
         "module/test_transform.py::test_functions_that_take_a_leaf_for_the_full_weight_are_refused",
