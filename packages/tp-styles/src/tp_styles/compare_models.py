@@ -372,8 +372,11 @@ def _compare_outputs(output: Any, wanted: Any, data: TPGroup | None, findings: F
         reference = other if start is None else other[start : start + own.shape[0]]
         placed = _full(own, tuple(reference.shape), data)
         if placed is None:
-            detail = f"shape {tuple(own.shape)} of {tuple(reference.shape)}, a layout that does not show"
-            findings.differ("output", name, detail=detail)
+            findings.differ(
+                "output",
+                name,
+                detail=f"shape {tuple(own.shape)} of {tuple(reference.shape)}, a layout that does not show",
+            )
             continue
         full, layout = placed
         if data is not None and start is None and other.dim() == 0 and own.is_floating_point():
@@ -477,8 +480,11 @@ def _compare_gradients(names: _Names, findings: Findings, limit: float) -> float
         assert gradient is not None
         placed = _full(gradient, tuple(wanted.shape), None, like=parameter)
         if placed is None:
-            detail = f"shape {tuple(gradient.shape)} of {tuple(wanted.shape)}: key_map= names what it consists of"
-            findings.differ("gradient", name, detail=detail)
+            findings.differ(
+                "gradient",
+                name,
+                detail=f"shape {tuple(gradient.shape)} of {tuple(wanted.shape)}: key_map= names what it consists of",
+            )
             continue
         pairs.append((name, placed[0], wanted))
     # True zeros (the bias of keys before a softmax) are rounding in both models: the floor is of all gradients.
@@ -490,8 +496,12 @@ def _compare_gradients(names: _Names, findings: Findings, limit: float) -> float
     _raise_on_all("the norm of the gradients", fault)
     assert ours_norm is not None
     if abs(ours_norm - norm) > limit * max(norm, ours_norm):
-        detail = f"{ours_norm:.6g}, {norm:.6g} originally: plain tensors that hold shards count as replicas"
-        findings.differ("gradient-norm", "all gradients", abs(ours_norm - norm) / max(norm, 1e-30), detail)
+        findings.differ(
+            "gradient-norm",
+            "all gradients",
+            abs(ours_norm - norm) / max(norm, 1e-30),
+            f"{ours_norm:.6g}, {norm:.6g} originally: plain tensors that hold shards count as replicas",
+        )
     return norm
 
 

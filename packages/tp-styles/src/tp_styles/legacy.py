@@ -54,9 +54,9 @@ def input_and_mesh(input: object, device_mesh: DeviceMesh | None) -> tuple[torch
         )
     mesh = _one_dim("input", tensor, device_mesh, StyleInputError)
     if not isinstance(tensor, torch.Tensor):
-        summary = f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(tensor)}!"
         raise StyleInputError(
-            Problem("wrong-type", "input", hint="the first input of the module has to be a tensor"), summary
+            Problem("wrong-type", "input", hint="the first input of the module has to be a tensor"),
+            f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(tensor)}!",
         )
     return tensor, mesh
 
@@ -68,20 +68,24 @@ def output_and_mesh(output: object, device_mesh: DeviceMesh | None) -> tuple[DTe
         StyleOutputError: Not a DTensor, a mesh with several dims, or another mesh than the DTensor's.
     """
     if not isinstance(output, DTensor):
-        summary = f"Expect output of Tensor Parallel to be a DTensor, but found {type(output)}."
-        raise StyleOutputError(Problem("wrong-type", "output", hint="prepare the module's input as a DTensor"), summary)
+        raise StyleOutputError(
+            Problem("wrong-type", "output", hint="prepare the module's input as a DTensor"),
+            f"Expect output of Tensor Parallel to be a DTensor, but found {type(output)}.",
+        )
     return output, _one_dim("output", output, device_mesh, StyleOutputError)
 
 
 def _one_dim(what: str, tensor: Any, mesh: DeviceMesh | None, kind: Kind) -> DeviceMesh:
     mesh = tensor.device_mesh if mesh is None else mesh
     if mesh.ndim != 1:
-        summary = f"device_mesh has dims {mesh.ndim} but expected to be 1 for {what}."
-        raise kind(Problem("invalid-mesh", what, hint='pass one axis of it, for example mesh["tp"]'), summary)
-    if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
-        summary = f"The {what} is a DTensor on {tensor.device_mesh}, and device_mesh is {mesh}."
         raise kind(
-            Problem("mesh-mismatch", what, hint="redistribute keeps a DTensor on its own mesh; pass that mesh"), summary
+            Problem("invalid-mesh", what, hint='pass one axis of it, for example mesh["tp"]'),
+            f"device_mesh has dims {mesh.ndim} but expected to be 1 for {what}.",
+        )
+    if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+        raise kind(
+            Problem("mesh-mismatch", what, hint="redistribute keeps a DTensor on its own mesh; pass that mesh"),
+            f"The {what} is a DTensor on {tensor.device_mesh}, and device_mesh is {mesh}.",
         )
     return mesh
 
@@ -207,9 +211,9 @@ def make_sharded_output_tensor(output: DTensor, _device_mesh: DeviceMesh | None 
     """
     output, _ = output_and_mesh(output, _device_mesh)
     if any(isinstance(placement, Partial) for placement in output.placements):  # it has no local meaning
-        summary = f"The output is a partial sum ({output.placements}): its local tensor is not a shard of the result."
         raise StyleOutputError(
-            Problem("partial-value", "output", hint="use make_output_tensor or make_output_reshard_tensor"), summary
+            Problem("partial-value", "output", hint="use make_output_tensor or make_output_reshard_tensor"),
+            f"The output is a partial sum ({output.placements}): its local tensor is not a shard of the result.",
         )
     return output.to_local()
 

@@ -27,7 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_styles._shared.execution_check import Precision, random_state_restored
 from tp_styles._shared.norms import BRIDGED
 from tp_styles._shared.progress import each_shown
-from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, without_dispatch_modes
+from tp_styles._torch_compat import (
+    constant_in_graphs,
+    dispatch_modes,
+    is_compiling,
+    is_fake,
+    is_transformed,
+    without_dispatch_modes,
+)
 from tp_styles.check import RUNNING, Running, running
 from tp_styles.check.compare import ALIKE, Comparison, Difference, Stage, Verdict, cotangents, problem
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
@@ -820,7 +827,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
                 checker.check_again()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
+@constant_in_graphs
 def _note_compiled(scope: Scope, training: bool) -> None:
     """Report a mode compiled before its check. The compiler runs this once for each traced graph."""
     mode, checker = (training, torch.is_grad_enabled()), scope.checker

@@ -89,13 +89,20 @@ class Comparison:
             layout = _layout(actual, other, [shape[index] for shape in shapes])
             if layout is None:  # neither full nor a shard
                 if is_output and not (self.only_first and index) and not place.is_state:
-                    detail = f"shape {tuple(actual.shape)} on rank {self.axis.rank}, {tuple(other.shape)} originally"
-                    differences.append(Difference("output", name, math.inf, detail))
+                    differences.append(
+                        Difference(
+                            "output",
+                            name,
+                            math.inf,
+                            f"shape {tuple(actual.shape)} on rank {self.axis.rank}, {tuple(other.shape)} originally",
+                        )
+                    )
                 continue
             is_shard = isinstance(layout, Shard) and not isinstance(actual, DTensor)
             if is_shard and is_output and not self.may_leave and not place.is_state:
-                detail = f"{tuple(actual.shape)} of {tuple(other.shape)}"
-                differences.append(Difference("shard-leaves", name, math.inf, detail))
+                differences.append(
+                    Difference("shard-leaves", name, math.inf, f"{tuple(actual.shape)} of {tuple(other.shape)}")
+                )
                 continue
             full = self.gathered(actual.detach(), layout, [shape[index][0] for shape in shapes])
             difference = error(full, other.detach())

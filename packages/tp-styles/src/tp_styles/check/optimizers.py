@@ -23,7 +23,7 @@ from tp_styles._shared.norms import BRIDGED
 from tp_styles._shared.sectioned_tensor import SectionedTensor
 from tp_styles._shared.sharding_info import ShardingInfo, sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
-from tp_styles._torch_compat import is_compiling, is_fake, local_of
+from tp_styles._torch_compat import constant_in_graphs, is_compiling, is_fake, local_of, without_compiler
 from tp_styles.check.checker import live_checkers
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import ShardParameter, split_of
@@ -94,13 +94,13 @@ def _is_shard(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, ShardParameter)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
+@constant_in_graphs
 def _is_refused(optimizer: Optimizer, count: int) -> bool:
     """True if there is a problem, found while a compiler traces the step."""
     return next(_problems(optimizer), None) is not None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+@without_compiler
 def _refuse(optimizer: Optimizer) -> None:
     """Raise all problems, outside of a graph."""
     if problems := list(_problems(optimizer)):

@@ -89,8 +89,12 @@ def _unmatched(pattern: str, names: list[str]) -> Problem:
         pattern, [name for name in {**dict.fromkeys(names), **starred} if name], n=3, cutoff=0.5
     )
     near = near or [name for name in names if name and name.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
-    hint = "modules with similar names: " + ", ".join(near) if near else "`*` is one name, `**` any number of them"
-    return Problem("unmatched-pattern", pattern, found="no module of that name", hint=hint)
+    return Problem(
+        "unmatched-pattern",
+        pattern,
+        found="no module of that name",
+        hint="modules with similar names: " + ", ".join(near) if near else "`*` is one name, `**` any number of them",
+    )
 
 
 Plan = Mapping[str, TorchParallelStyle]
@@ -368,10 +372,9 @@ def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, 
 
 def _tied_problems(
     model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule], is_staged: bool
-) -> list[Problem]:
-    """List tied parameters without the same split everywhere: they would no longer be tied."""
+) -> Iterator[Problem]:
+    """Yield tied parameters without the same split everywhere: they would no longer be tied."""
     foreign = [planned for planned in ordered if planned.spec.compute == "foreign"]
-    problems = []
     for tied in names_of_parameters(model):
         owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in tied}
         if len(owners) == 1 and len({name.rpartition(".")[2] for name in tied}) == 1:  # one module, under several names
@@ -389,13 +392,10 @@ def _tied_problems(
         kinds = set(splits.values()) - ({"no style"} if is_staged else set())  # a later call may style it
         if kinds <= {"no style"} or (len(kinds) == 1 and "foreign style" not in kinds):
             continue
-        problems.append(
-            Problem(
-                "tied-weights",
-                tied[0],
-                found="; ".join(f"{name}: {kind}" for name, kind in splits.items()),
-                hint="one tensor under several names: give every one of them a style that splits it alike "
-                "(an embedding by RowwiseParallel and a head by ColwiseParallel do)",
-            )
+        yield Problem(
+            "tied-weights",
+            tied[0],
+            found="; ".join(f"{name}: {kind}" for name, kind in splits.items()),
+            hint="one tensor under several names: give every one of them a style that splits it alike "
+            "(an embedding by RowwiseParallel and a head by ColwiseParallel do)",
         )
-    return problems

@@ -51,8 +51,14 @@ def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
     }
     sizes = {layout.mesh.axis_size(axis) for layout in layouts.values() if axis in layout.mesh.axis_names}
     if layouts and len(sizes) != 1:
-        reason = f"sizes {sorted(sizes)}" if sizes else "no layout on a mesh with it"
-        problems.append(Problem("unknown-axis", axis=axis, found=reason, hint="pass axis=, one that has one size"))
+        problems.append(
+            Problem(
+                "unknown-axis",
+                axis=axis,
+                found=f"sizes {sorted(sizes)}" if sizes else "no layout on a mesh with it",
+                hint="pass axis=, one that has one size",
+            )
+        )
     splits = {}
     for name, layout in layouts.items():
         split, problem = split_on_axis(name, layout, axis, module.get_parameter(name).shape)

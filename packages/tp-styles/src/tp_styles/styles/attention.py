@@ -125,14 +125,13 @@ class GQAParallel(ParallelStyle):
         names = (self.qkv, self.o) if self.qkv else (self.q, self.k, self.v, self.o)
         missing = [name for name in names if name and _weight(info, name) is None]
         if queries is None or keys is None or missing:
-            reason = f"no {', '.join(missing)}" if missing else "no attribute with the number of heads"
             code = "unknown-name" if missing else "missing-argument"
             return StyleSpec(
                 problems=(
                     Problem(
                         code,
                         info.where(),
-                        found=reason,
+                        found=f"no {', '.join(missing)}" if missing else "no attribute with the number of heads",
                         hint="pass the names and numbers: GQAParallel(q=..., num_heads=...)",
                     ),
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from torch import nn
@@ -110,54 +110,44 @@ class ExpertParallel(ParallelStyle):
 
     def _problems(
         self, info: ModuleInfo, count: int, inputs: Sequence[str], needed: int, named: Sequence[str]
-    ) -> list[Problem]:
-        kind, where, problems = info.kind.__name__, info.where(), []
+    ) -> Iterator[Problem]:
+        kind, where = info.kind.__name__, info.where()
         if not count:
-            problems.append(
-                Problem(
-                    "module-kind",
-                    where,
-                    found=f"no experts in {kind}",
-                    hint="a module of experts has one block of rows for each expert in its parameters, or numbered"
-                    " modules:"
-                    " name the parameters (parameters=) and num_experts=",
-                )
+            yield Problem(
+                "module-kind",
+                where,
+                found=f"no experts in {kind}",
+                hint="a module of experts has one block of rows for each expert in its parameters, or numbered"
+                " modules:"
+                " name the parameters (parameters=) and num_experts=",
             )
         if len(inputs) < (min(needed, 2) if self.inputs else needed) or any(
             name not in (*info.arguments, *info.keyword_only) for name in inputs
         ):
-            problems.append(
-                Problem(
-                    "module-kind",
-                    where,
-                    found=f"{kind}.forward({', '.join(info.arguments)})",
-                    hint="its forward takes tokens, the indices of their experts and routing weights: name them"
-                    " (inputs=)",
-                )
+            yield Problem(
+                "module-kind",
+                where,
+                found=f"{kind}.forward({', '.join(info.arguments)})",
+                hint="its forward takes tokens, the indices of their experts and routing weights: name them (inputs=)",
             )
         if self.tokens == "sharded" and needed < 3:
-            problems.append(
-                Problem(
-                    "module-kind",
-                    where,
-                    found=f"{kind} takes its tokens by expert, which the ranks' own tokens together are not",
-                    hint='tokens="replicated" takes them',
-                )
+            yield Problem(
+                "module-kind",
+                where,
+                found=f"{kind} takes its tokens by expert, which the ranks' own tokens together are not",
+                hint='tokens="replicated" takes them',
             )
         for name in named:
             parameter = info.parameter(name)
             if parameter is None:
-                problems.append(Problem("unknown-name", info.where(name), hint="the style is for another module"))
+                yield Problem("unknown-name", info.where(name), hint="the style is for another module")
             elif count and (not parameter.shape or parameter.shape[0] % count):
-                problems.append(
-                    Problem(
-                        "shape-mismatch",
-                        info.where(name),
-                        found=f"{parameter.shape} for {count} experts",
-                        hint="its rows are those of the experts, in their order",
-                    )
+                yield Problem(
+                    "shape-mismatch",
+                    info.where(name),
+                    found=f"{parameter.shape} for {count} experts",
+                    hint="its rows are those of the experts, in their order",
                 )
-        return problems
 
 
 class RouterLogits(ParallelStyle):

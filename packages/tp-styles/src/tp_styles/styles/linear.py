@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -43,28 +43,28 @@ def linear_shape(info: ModuleInfo) -> LinearShape | None:
     return None
 
 
-def linear_problems(info: ModuleInfo, shape: LinearShape, known: tuple[str, ...] = ("weight", "bias")) -> list[Problem]:
-    """List reasons not to shard this linear layer."""
-    problems = []
+def linear_problems(
+    info: ModuleInfo, shape: LinearShape, known: tuple[str, ...] = ("weight", "bias")
+) -> Iterator[Problem]:
+    """Yield reasons not to shard this linear layer."""
     weight = info.parameter("weight")
     expected = [0, 0]
     expected[shape.in_dim], expected[shape.out_dim] = shape.in_features, shape.out_features
     if weight is None or list(weight.shape) != expected:
-        reason = "no weight" if weight is None else f"a weight of shape {weight.shape}"
-        problems.append(
-            Problem("shape-mismatch", info.where("weight"), found=reason, hint=f"its features need {tuple(expected)}")
+        yield Problem(
+            "shape-mismatch",
+            info.where("weight"),
+            found="no weight" if weight is None else f"a weight of shape {weight.shape}",
+            hint=f"its features need {tuple(expected)}",
         )
     others = [p.name for p in info.parameters if p.name not in known]
     if others:
-        problems.append(
-            Problem(
-                "unknown-name",
-                info.where(),
-                found=", ".join(others),
-                hint="a linear layer's style handles weight and bias; write a style with spec() for this class",
-            )
+        yield Problem(
+            "unknown-name",
+            info.where(),
+            found=", ".join(others),
+            hint="a linear layer's style handles weight and bias; write a style with spec() for this class",
         )
-    return problems
 
 
 def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
@@ -126,18 +126,15 @@ def specs(splits: Sequence[tuple[str, Split]]) -> tuple[tuple[str, ParameterSpec
     return tuple((name, ParameterSpec(split, sum_gradient=copied[name])) for name, split in splits)
 
 
-def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]]) -> list[Problem]:
-    """List flows without a possible transfer, as problems."""
-    problems = []
+def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]]) -> Iterator[Problem]:
+    """Yield flows without a possible transfer, as problems."""
     for name, flow in flows:
         try:
             # With this many dims `Shard(-1)` differs from a dim counted from the front.
             transfer = flow.transfer(PROBE_DIMS)
         except NoTransfer as error:
-            problems.append(
-                Problem(
-                    "invalid-argument", info.where(name), found=str(error), hint="ask for Replicate() or Shard(dim)"
-                )
+            yield Problem(
+                "invalid-argument", info.where(name), found=str(error), hint="ask for Replicate() or Shard(dim)"
             )
             continue
         steps = (transfer.forward, transfer.backward)
@@ -146,15 +143,12 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]])
             and not flow.split.is_single  # they shard contiguous rows
             and any(step.op in ("reduce_scatter", "all_to_all") for step in steps)
         ):
-            problems.append(
-                Problem(
-                    "invalid-sections",
-                    info.where(name),
-                    found=f"{flow.src} to {flow.dst} of a last dim {flow.split}",
-                    hint="a last dim in sections stays a shard of them, or is gathered: Shard(-1) or Replicate()",
-                )
+            yield Problem(
+                "invalid-sections",
+                info.where(name),
+                found=f"{flow.src} to {flow.dst} of a last dim {flow.split}",
+                hint="a last dim in sections stays a shard of them, or is gathered: Shard(-1) or Replicate()",
             )
-    return problems
 
 
 PROBE_DIMS = 8
