@@ -22,8 +22,6 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
-from tp_ddp_bridge._shared._torch_compat import without_overrides as without_overrides
-
 GRAD_HOOKS, POST_ACCUMULATE_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 """Attributes with the dicts that a tensor's hooks are registered in; handles remove from these very dicts."""
 Function = _SingleLevelFunction

@@ -22,8 +22,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import skip_init
 
+from tp_ddp_bridge._shared._torch_compat import without_overrides
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
-from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters, without_overrides
+from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
     all_replica_problems,

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tp_ddp_bridge._shared._torch_compat import without_overrides
 from tp_ddp_bridge._shared.norms import BRIDGED
 from tp_ddp_bridge._shared.shard_values import Refusing, ShardValue, Ways
 from tp_ddp_bridge._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
-from tp_ddp_bridge._torch_compat import local_of, make_spec, without_overrides, wrap
+from tp_ddp_bridge._torch_compat import local_of, make_spec, wrap
 
 
 class Layout(ShardingInfo):

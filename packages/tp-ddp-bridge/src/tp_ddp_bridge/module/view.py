@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tp_ddp_bridge._shared._torch_compat import without_overrides
 from tp_ddp_bridge._shared.dtensor import as_dtensor
 from tp_ddp_bridge._shared.norms import BRIDGED
 from tp_ddp_bridge._shared.problems import PlanError, Problem
@@ -35,7 +36,6 @@ from tp_ddp_bridge._torch_compat import (
     local_of,
     make_spec,
     top_saved_tensors_hooks,
-    without_overrides,
     wrap,
 )
 from tp_ddp_bridge.layout import Layout, as_plain, bridge_tag, is_local_shard, tag_leaf, tag_replicated
