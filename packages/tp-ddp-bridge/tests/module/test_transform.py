@@ -18,7 +18,7 @@ from tp_ddp_bridge import PlanError, dp_bridge, grad_norm, is_bridged, pre_dp_mo
 from tp_ddp_bridge import _pre_dp_module_transform as seed_name
 from tp_ddp_bridge._shared.full_reads import FULL_READS
 from tp_ddp_bridge.layout import LEAF_TAGS
-from tp_ddp_bridge.module.survey import survey
+from tp_ddp_bridge.module.transform import survey
 
 
 @pytest.mark.ranks(2)
