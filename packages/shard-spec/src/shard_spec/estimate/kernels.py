@@ -71,6 +71,9 @@ def run_operator(operator: Any, args: Any, kwargs: Any) -> Any:
 _READ_CONTIGUOUS = {
     _ATEN.native_layer_norm.default: (0,),
     _ATEN.native_layer_norm_backward.default: (0, 1),
+    # Up to torch 2.14 the function around them makes these contiguous; from 2.15 on each kernel does.
+    _ATEN.native_group_norm.default: (0,),
+    _ATEN.native_group_norm_backward.default: (0, 1),
     _ATEN.convolution.default: (0, 1),
     _ATEN.convolution_backward.default: (0, 1, 2),
     **dict.fromkeys((_ATEN.max_pool2d_with_indices.default, _ATEN.avg_pool2d.default), (0,)),
