@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from dp_partition._torch_compat import pytree
 from dp_partition.api import runner_of
 from dp_partition.capture import fingerprint, inputs
 from dp_partition.nodes import aten, is_collective, is_op, is_wait, mutated_inputs
+from dp_partition.runtime.program import Program
 from dp_partition.sharding import op_rules
 from dp_partition.sharding.rule_table import R
 from torch import fx, nn
@@ -407,17 +409,39 @@ GRAPH_MISTAKES: dict[str, tuple[str, Change]] = {
 }
 
 
-def change_graphs(step: dp.CompiledStep, change: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
-    """Apply a pass to every graph that the step partitions from now on."""
-    made = runner_of(step).traces
-    build = made.build
+def change_graphs(
+    step: dp.CompiledStep,
+    change: Callable[[fx.GraphModule], fx.GraphModule],
+    traced: dict[Any, Program] | None = None,
+    key: Any = None,
+) -> None:
+    """Apply a pass to every graph that the step partitions from now on.
 
-    def built(*args: Any) -> Any:
-        program = build(*args)
+    Steps that differ by the pass alone take the same trace: the first one puts it into ``traced`` under the ``key``.
+    """
+    traces = runner_of(step).traces
+    build, numbers = traces.build, itertools.count()
+
+    def built(*args: Any) -> Program:
+        place = key, next(numbers)
+        if traced is None or place not in traced:
+            program: Program = build(*args)
+            if traced is not None:
+                traced[place] = copied(program)
+        else:
+            program = copied(traced[place])
         program.capture.module = change(program.module)
         return program
 
-    made.build = built
+    traces.build = built
+
+
+def copied(program: Program) -> Program:
+    """Return a program that has not run, with the same trace and a graph of its own."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.module.graph, {}))
+    capture = dataclasses.replace(program.capture, module=fx.GraphModule(program.module, graph))
+    return Program(capture, program.inputs, program.output_placements, program.mesh, program.local_fakes)
 
 
 def mutation(index: int) -> Change:

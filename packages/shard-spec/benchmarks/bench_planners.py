@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from shard_spec.optimal import OptimalPlanner, Workload
-from shard_spec.optimal.problem import PairwiseProblem, least_memory, solve_capped, solve_exact
+from shard_spec.optimal.problem import Eliminator, PairwiseProblem
 from shard_spec.planners import MegatronPlanner
 from torch import nn
 
@@ -66,7 +66,7 @@ def exact_rows(peer_seconds: float) -> list[Row]:
     rows = []
     for axes, num_strategies, target in (("2-D", 16, 1), ("3-D", 64, 5)):
         problem = untied_layers(126, num_strategies)
-        solution, seconds = timed(lambda problem=problem: solve_exact(problem))  # type: ignore[misc]  # bound per loop
+        solution, seconds = timed(lambda problem=problem: Eliminator(problem).best)  # type: ignore[misc]  # bound per loop
         if num_strategies == 16:
             start = time.perf_counter()
             peer = solve_highs(problem, time_limit=peer_seconds)
@@ -104,7 +104,7 @@ def brute_force_row(num_graphs: int = 1200) -> Row:
                 costs = torch.randint(0, 50, (sizes[i], sizes[j]), generator=generator).double() * 2.0**-10
                 problem.add_edge(i, j, costs)
                 everything += costs.view([sizes[dim] if dim in (i, j) else 1 for dim in range(len(sizes))])
-        equal += solve_exact(problem).objective == everything.min().item()
+        equal += Eliminator(problem).best.objective == everything.min().item()
     return {
         "what": "random graphs with up to 7 operations, objective bit for bit",
         "target": ">= 1,000, all equal",
@@ -115,13 +115,13 @@ def brute_force_row(num_graphs: int = 1200) -> Row:
 
 def capped_rows(peer_seconds: float) -> list[Row]:
     problem = untied_layers(126, 16)
-    most = problem.memory_of(solve_exact(problem).assignment)
-    least = int(least_memory(problem).objective)
+    most = problem.memory_of(Eliminator(problem).best.assignment)
+    least = int(Eliminator(problem).fewest.objective)
     rows = []
     for share in (0.5, 0.05):
         limit = least + int((most - least) * share)
         start = time.perf_counter()
-        solution = solve_capped(problem, limit)
+        solution = Eliminator(problem).within(limit)
         seconds = time.perf_counter() - start
         peer = solve_highs(problem, limit, time_limit=peer_seconds)
         off = "no answer" if not peer.assignment else f"{peer.objective / solution.objective - 1:+.1%} to ours"

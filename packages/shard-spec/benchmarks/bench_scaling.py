@@ -19,7 +19,7 @@ import torch
 from bench_plan import CONFIG, RULES, Llama, interleaved, torch_metadata
 from bench_planners import solve_highs, untied_layers
 from shard_spec import MeshSpec, ShardingPlan
-from shard_spec.optimal.problem import solve_exact
+from shard_spec.optimal.problem import Eliminator
 
 REPEATS = 5
 TORCH_SAMPLE = 12  # of the tensors; torch's time is scaled to all
@@ -102,16 +102,16 @@ def layers_curve() -> dict[str, Any]:
     exact, wide, peer = series
     for layers in (1, 2, 4, 8, 16, 32, 63, 126, 252):
         problem = untied_layers(layers, 16)
-        times = interleaved({exact: lambda problem=problem: solve_exact(problem)}, REPEATS)  # type: ignore[misc]  # bound per loop
+        times = interleaved({exact: lambda problem=problem: Eliminator(problem).best}, REPEATS)  # type: ignore[misc]  # bound per loop
         series[exact].append((layers, times[exact]))
         if layers <= 126:
             large = untied_layers(layers, 64)
-            times = interleaved({wide: lambda large=large: solve_exact(large)}, 3)  # type: ignore[misc]  # as above
+            times = interleaved({wide: lambda large=large: Eliminator(large).best}, 3)  # type: ignore[misc]  # as above
             series[wide].append((layers, times[wide]))
         if layers in HIGHS_LAYERS:
             begin = time.perf_counter()
             solution = solve_highs(problem, time_limit=HIGHS_SECONDS)
-            if solution.assignment and solution.objective <= solve_exact(problem).objective * (1 + 1e-6):
+            if solution.assignment and solution.objective <= Eliminator(problem).best.objective * (1 + 1e-6):
                 series[peer].append((layers, [time.perf_counter() - begin]))
     return _curve(
         "layers",

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench_planners import llama  # puts tests/ on the path
 from recipes import price
 from shard_spec import topology_preset
-from shard_spec.estimate.cost import AlphaBetaCostModel
+from shard_spec.estimate.communication import AlphaBetaCostModel
 from shard_spec.optimal import OptimalPlanner, Workload
 from torch import nn
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shard_spec.optimal import OptimalPlanner
-from shard_spec.optimal.model import StepModel
-from shard_spec.optimal.operations import Operation
+from shard_spec.optimal.model import Operation, StepModel
 from torch import nn
 
 # Data: batch cut, weights replicated. FSDP: batch and weights cut. Megatron: columns and rows, with the stream

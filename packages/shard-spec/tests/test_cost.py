@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 from shard_spec import topology_preset
-from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, Link, Topology
+from shard_spec.estimate.communication import PRESETS, AlphaBetaCostModel, Link, Topology
 
 MACHINE = Topology(
     hbm_bytes=80, ranks_per_host=8, intra_bw=400.0, inter_bw=50.0, latency=1.0, flops=100.0, inter_latency=3.0

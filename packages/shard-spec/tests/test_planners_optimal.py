@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from dataclasses import replace
@@ -12,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from recipes import RECIPES, assignment, price
 from shard_spec import MeshSpec, PlanError
-from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
+from shard_spec.estimate.communication import AlphaBetaCostModel, Link, Topology
 from shard_spec.optimal import OptimalPlanner, Workload
-from shard_spec.optimal.operations import moving
+from shard_spec.optimal.model import moving
 from torch import Tensor, nn
 
 MACHINE = Topology(10**9, 8, 100e9, 10e9, 1e-6, 1e13, name="test")
@@ -202,20 +203,30 @@ def needed(plans: OptimalPlanner, model: nn.Module) -> int:
     return int(error.value.problems[0].hint.rpartition("memory_limit=")[2])
 
 
-@pytest.mark.extra("transformers")
-@pytest.mark.parametrize("axes", [{"fsdp": 16}, {"dp": 4, "tp": 4}, {"zero": 2, "x": 8}, {"tp": 8}])
-@pytest.mark.parametrize("headroom", [1.0, 1.2, 2.0, 50.0])
-def test_the_certificate_counts_what_memory_counts(axes: dict[str, int], headroom: float) -> None:
-    """Llama with blocks of 70B's proportions: gathered layers, the loss and AdamW's step are in both."""
+@functools.cache
+def llama() -> nn.Module:
     import transformers
 
     sizes = {"hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 12, "vocab_size": 32064}
     config = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=32, **sizes)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
-    workload = Workload(16, 4096)
-    least = needed(planner(axes, workload, memory_limit=1), model)
-    limit = int(least * headroom)
+        model: nn.Module = transformers.LlamaForCausalLM(config).bfloat16()
+    return model
+
+
+@functools.cache
+def least_bytes(axes: tuple[tuple[str, int], ...]) -> int:
+    """The least limit of `llama`, of which every headroom is a multiple."""
+    return needed(planner(dict(axes), Workload(16, 4096), memory_limit=1), llama())
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.parametrize("axes", [{"fsdp": 16}, {"dp": 4, "tp": 4}, {"zero": 2, "x": 8}, {"tp": 8}])
+@pytest.mark.parametrize("headroom", [1.0, 1.2, 2.0, 50.0])
+def test_the_certificate_counts_what_memory_counts(axes: dict[str, int], headroom: float) -> None:
+    """Llama with blocks of 70B's proportions: gathered layers, the loss and AdamW's step are in both."""
+    model, workload = llama(), Workload(16, 4096)
+    limit = int(least_bytes(tuple(axes.items())) * headroom)
     plan = planner(axes, workload, memory_limit=limit).build_plan(model)
     assert plan.certificate is not None
     assert plan.certificate.memory_bytes is not None

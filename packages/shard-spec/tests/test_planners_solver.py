@@ -16,10 +16,7 @@ from shard_spec.optimal.problem import (
     InfeasibleError,
     PairwiseProblem,
     TooConnectedError,
-    least_memory,
     plan_elimination,
-    solve_capped,
-    solve_exact,
 )
 
 
@@ -69,7 +66,7 @@ def test_equals_brute_force_on_every_small_graph(forbid: bool) -> None:
     for seed in range(600):
         problem = random_problem(seed + 10_000 * forbid, forbid)
         best = float(brute_force_table(problem).min())
-        solution = solve_exact(problem)
+        solution = Eliminator(problem).best
         assert solution.objective == best, seed  # bit for bit: the costs are dyadic
         assert problem.evaluate(solution.assignment) == solution.objective
         compared += 1
@@ -86,7 +83,7 @@ def test_one_eliminator_solves_other_prices_as_a_new_one_does() -> None:
         extra = [amount.double() * price for amount in problem.memory]
         solutions.append(eliminator.solve(extra))
         assert solutions[-1] == Eliminator(problem).solve(extra)
-    assert solutions[0] == solve_exact(problem)
+    assert solutions[0] == Eliminator(problem).best
     assert problem.memory_of(solutions[-1].assignment) <= problem.memory_of(solutions[0].assignment)
 
 
@@ -95,7 +92,7 @@ def test_same_answer_every_time_and_first_strategy_on_ties() -> None:
     for _ in "abc":
         problem.add_node([1.0, 1.0, 1.0])
     problem.add_edge(0, 1, torch.zeros(3, 3))
-    assert {solve_exact(problem).assignment for _ in range(3)} == {(0, 0, 0)}
+    assert {Eliminator(problem).best.assignment for _ in range(3)} == {(0, 0, 0)}
 
 
 def test_parallel_and_reversed_edges_and_loops_add_up() -> None:
@@ -108,7 +105,7 @@ def test_parallel_and_reversed_edges_and_loops_add_up() -> None:
     assert list(problem.matrices) == [(0, 1)]
     assert problem.matrices[0, 1].tolist() == [[2.0, 2.0, 3.0], [4.0, 5.0, 8.0]]
     assert problem.costs[0].tolist() == [8.0, 1.5]
-    assert solve_exact(problem).objective == 5.5
+    assert Eliminator(problem).best.objective == 5.5
 
 
 def test_costs_that_are_no_numbers_are_refused() -> None:
@@ -148,7 +145,7 @@ def llama_like(num_layers: int, num_strategies: int) -> PairwiseProblem:
 def test_126_untied_layers_in_about_a_second() -> None:
     problem = llama_like(126, 16)
     start = time.perf_counter()
-    solution = solve_exact(problem)
+    solution = Eliminator(problem).best
     seconds = time.perf_counter() - start
     assert solution.objective == problem.evaluate(solution.assignment)
     assert seconds < 5  # 0.25 s on two idle cores; the target of 1 s is measured by benchmarks/bench_planners.py
@@ -173,20 +170,20 @@ def test_capped_answers_fit_and_their_bounds_hold() -> None:
         allowed = torch.isfinite(cost)
         if not bool(allowed.any()):
             with pytest.raises(InfeasibleError) as nothing:
-                solve_capped(problem, 10**9)
+                Eliminator(problem).within(10**9)
             assert nothing.value.least_bytes == -1
             continue
         least, most = int(memory[allowed].min()), int(memory[allowed].max())
         limit = least + (most - least) * (seed * 37 % 100) // 100 - (seed % 7 == 0)
         if limit < least:
             with pytest.raises(InfeasibleError) as error:
-                solve_capped(problem, limit)
+                Eliminator(problem).within(limit)
             assert error.value.least_bytes == least
             assert pickle.loads(pickle.dumps(error.value)).limit == limit
             infeasible += 1
             continue
         best = float(torch.where(memory <= limit, cost, torch.inf).min())
-        solution = solve_capped(problem, limit)
+        solution = Eliminator(problem).within(limit)
         assert solution.lower_bound <= best <= solution.objective
         assert solution.objective == problem.evaluate(solution.assignment)
         assert problem.memory_of(solution.assignment) <= limit
@@ -199,8 +196,8 @@ def test_capped_answers_fit_and_their_bounds_hold() -> None:
 
 def test_without_pressure_the_cap_changes_nothing() -> None:
     problem = llama_like(4, 6)
-    free = solve_exact(problem)
-    capped = solve_capped(problem, 0)  # a problem without memory fits everywhere
+    free = Eliminator(problem).best
+    capped = Eliminator(problem).within(0)  # a problem without memory fits everywhere
     assert (capped.assignment, capped.objective, capped.gap) == (free.assignment, free.objective, 0.0)
 
 
@@ -213,14 +210,14 @@ def with_memory(problem: PairwiseProblem, seed: int = 1) -> PairwiseProblem:
 @pytest.mark.parametrize("share", [0.5, 0.1])
 def test_14_untied_layers_under_a_cap_are_proven_within_a_percent(share: float) -> None:
     problem = with_memory(llama_like(14, 6))
-    most = problem.memory_of(solve_exact(problem).assignment)
-    least = int(least_memory(problem).objective)
+    most = problem.memory_of(Eliminator(problem).best.assignment)
+    least = int(Eliminator(problem).fewest.objective)
     limit = least + int((most - least) * share)
-    solution = solve_capped(problem, limit)
+    solution = Eliminator(problem).within(limit)
     assert problem.memory_of(solution.assignment) <= limit
     assert solution.gap <= 0.01
-    assert solution.lower_bound >= solve_exact(problem).objective
-    assert solution == solve_capped(problem, limit)  # the same every time
+    assert solution.lower_bound >= Eliminator(problem).best.objective
+    assert solution == Eliminator(problem).within(limit)  # the same every time
 
 
 @pytest.mark.extra("highspy")
@@ -228,13 +225,13 @@ def test_highs_agrees() -> None:
     compared = 0
     for seed in range(12):
         problem = random_problem(seed, forbid=seed % 2 == 1)
-        exact, referee = solve_exact(problem), solve_highs(problem)
+        exact, referee = Eliminator(problem).best, solve_highs(problem)
         if math.isinf(exact.objective):
             assert referee.assignment == ()
             continue
         assert referee.objective == pytest.approx(exact.objective, rel=1e-9)  # HiGHS works with tolerances
-        limit = (int(least_memory(problem).objective) + problem.memory_of(exact.assignment)) // 2
-        capped, referee = solve_capped(problem, limit), solve_highs(problem, limit)
+        limit = (int(Eliminator(problem).fewest.objective) + problem.memory_of(exact.assignment)) // 2
+        capped, referee = Eliminator(problem).within(limit), solve_highs(problem, limit)
         assert capped.lower_bound * (1 - 1e-9) <= referee.objective <= capped.objective * (1 + 1e-9)
         compared += 1
     assert compared >= 10

@@ -11,8 +11,8 @@ import pytest
 import torch
 from shard_spec import ShardingPlan
 from shard_spec._shared.problems import PlanError
-from shard_spec.layout.intervals import Box
-from shard_spec.plan.values import is_sharder
+from shard_spec.layout.layout import Box
+from shard_spec.plan.content import is_sharder
 from shard_spec.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

@@ -232,14 +232,14 @@ MUTATIONS = [
     ),
     Mutation(
         "functions that take a leaf for the full parameter",
-        "layout.py",
-        "        for shard in shards if func in FULL_READS and func is not torch.Tensor.__setitem__ else ():\n",
+        "_shared/shard_values.py",
+        "        for shard in shards if func in FULL_READS else ():\n",
         "        for shard in ():\n",
         "module/test_transform.py::test_functions_that_take_a_leaf_for_the_full_weight_are_refused",
     ),
     Mutation(
         "results of a leaf that are shards too",
-        "layout.py",
+        "_shared/shard_values.py",
         "    value, dims = result.as_subclass(ShardValue),",
         "    return result\n    value, dims = result.as_subclass(ShardValue),",
         "module/test_transform.py::test_functions_that_take_a_leaf_for_the_full_weight_are_refused",
@@ -274,7 +274,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a module that torch's own transform went over",
-        "module/survey.py",
+        "module/transform.py",
         "if not is_bridged and torch_bridged(submodule):",
         "if False:",
         "test_api.py::test_torchs_own_transform_is_refused",

@@ -9,7 +9,7 @@ from ranktest import fake_cuda, fake_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from tp_ddp_bridge import clip_grad_norm_, pre_dp_module_transform, undo_dp_transform
-from tp_ddp_bridge.module.survey import survey
+from tp_ddp_bridge.module.transform import survey
 
 
 def test_bridging_reading_clipping_and_state() -> None:

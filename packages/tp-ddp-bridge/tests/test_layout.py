@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tp_ddp_bridge import check_replicas, clip_grad_norm_, grad_norm, undo_dp_transform, wrap_ddp
-from tp_ddp_bridge.module.survey import survey
+from tp_ddp_bridge.module.transform import survey
 
 
 class Reduce(torch.autograd.Function):

@@ -6,7 +6,9 @@ Written down next to one process: what the parts cannot follow is refused, the r
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import random
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from tp_styles._shared.consensus import capture_errors
 from tp_styles.runtime.parameters import split_of
 
 EXACT = 1e-12
@@ -268,16 +271,85 @@ def test_reads_of_a_full_weight_are_refused_on_sections_and_right_through_full_t
     for name, read in ROW_READS.items():
         wanted = split.take(read(full), ranks.rank, 2)
         torch.testing.assert_close(read(shard), wanted, msg=name)
-        if name == "a function of each element":
-            with pytest.raises(tp.PlanError, match="local-shard-as-full"):
-                read(shard).sum()
-        else:
-            assert type(read(shard)) is torch.Tensor, name
+        with pytest.raises(tp.PlanError, match="local-shard-as-full"):  # of this rank's rows alone
+            read(shard).sum()
     for weight in (shard.full_tensor(), full):  # type: ignore[attr-defined]
         (weight.norm() + torch.linalg.svdvals(weight)[0] + (weight.T @ weight - 1).square().sum()).backward()
     assert shard.grad is not None and full.grad is not None
     torch.testing.assert_close(shard.grad, split.take(full.grad, ranks.rank, 2))
     assert len(FULL_READS) == 24 and len(ROW_READS) == 8
+
+
+Function = Callable[[Any], Any]
+STEPS: dict[str, Function] = {
+    **{name: getattr(torch, name) for name in ("abs", "square", "tanh", "clone", "ravel", "isnan", "tril", "erf")},
+    **{name: getattr(F, name) for name in ("relu", "gelu", "silu", "softplus")},
+    "to": lambda w: w.to(torch.float32),
+    "affine": lambda w: 1 - w * 2.5,
+    "power": lambda w: w**2,
+    "mask": lambda w: w > 0.1,
+    "selected": lambda w: w[w > 0],
+    "kept": lambda w: torch.where(w > 0, w, torch.zeros_like(w)),
+    "row": lambda w: w[0],
+    "rows": lambda w: w[:2],
+    "columns": lambda w: w[..., 1:],
+    "some": lambda w: w.index_select(0, torch.tensor([0, 1])),
+    "parts": lambda w: w.chunk(2)[0],
+    "both": lambda w: torch.cat([w, w]),
+    "list": lambda w: torch.stack(list(w)),
+    "turned": lambda w: w.transpose(0, -1),
+    "padded": lambda w: F.pad(w, (1, 1)),
+    "repeated": lambda w: w.tile(2),
+    "gram": lambda w: w @ w.T,
+    "pooled": lambda w: F.avg_pool1d(w[None], 2)[0],
+    "normed": lambda w: F.layer_norm(w, w.shape),
+    "sum of rows": lambda w: w.sum(-1),
+    "written": lambda w: torch.zeros_like(w).add_(w),
+    "looked up": lambda w: F.embedding(torch.tensor([0, 1]), w),
+    "added up": lambda w: torch.zeros(1, *w.shape[1:]).to(w).index_add(0, torch.zeros(len(w), dtype=torch.long), w),
+    "foreach": lambda w: torch._foreach_mul([w], 2.0)[0],
+}
+ENDS: dict[str, Function] = {
+    **{name: getattr(torch, name) for name in ("sum", "mean", "norm", "std", "amax", "count_nonzero", "argmax")},
+    "element": lambda w: w.flatten()[0].item(),
+    "comparison": lambda w: bool(w.flatten()[0] > 0),
+    "element of a mask": lambda w: bool((w > 0).flatten()[0]),
+    "text": lambda w: f"{w.flatten()[0]}",
+    "sum by Python": lambda w: float(sum(x for x in w.flatten())),
+    "loss": lambda w: F.mse_loss(w, torch.zeros_like(w)),
+    "over rows": lambda w: w.sum(0).tolist(),
+}
+
+
+@torch.no_grad()
+def results_of(chain: list[Function], weight: torch.Tensor) -> tuple[Any, Exception | None]:
+    return capture_errors(lambda: functools.reduce(lambda value, step: step(value), chain, weight))
+
+
+@pytest.mark.filterwarnings("ignore")  # of functions that are drawn
+@pytest.mark.ranks(2)
+def test_no_drawn_chain_of_functions_passes_as_the_full_weight(ranks: Ranks) -> None:
+    """Whatever functions stand before a read, it is refused, or what it gives is the full weight's."""
+    model, alone = (models.seeded(lambda: models.Gated().double()) for _ in range(2))
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), GATED)
+    shard, full = model.get_parameter("both.weight"), alone.get_parameter("both.weight")
+    draws, refused, right = random.Random(5), 0, 0
+    values = shard.detach().clone()
+    while refused + right < 400:
+        names = [*draws.choices([*STEPS], k=draws.randint(0, 3)), draws.choice([*ENDS])]
+        chain = [*(STEPS[name] for name in names[:-1]), ENDS[names[-1]]]
+        wanted, fault = results_of(chain, full.detach().clone())
+        if fault is not None:
+            continue  # not a chain
+        ours, fault = results_of(chain, shard)
+        refused += isinstance(fault, tp.PlanError) and "local-shard-as-full" in str(fault)
+        if fault is None:
+            right += 1
+            assert type(ours) is type(wanted), names
+            assert torch.equal(ours, wanted) if isinstance(ours, torch.Tensor) else ours == wanted, names
+        assert fault is None or isinstance(fault, tp.PlanError), (names, fault)
+    assert torch.equal(shard.detach(), values)
+    assert refused > 300
 
 
 @pytest.mark.ranks(2)

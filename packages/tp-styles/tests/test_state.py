@@ -13,7 +13,13 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -166,3 +172,51 @@ def test_moments_of_fused_shards_resume_through_dcp(ranks: Ranks, tmp_path: Path
     assert torch.equal(full, expected)
     offloaded: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
     assert offloaded["state"]["fused.weight"]["exp_avg"].shape == (24, 8)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_full_states_are_loaded_and_shards_in_their_place_refused(ranks: Ranks, broadcast: bool) -> None:
+    """`full_state_dict=True` shards what it loads; of fused shards it gets one rank's, which no other rank takes."""
+    mesh = ranks.mesh((2,), ("tp",))
+    plan = {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}
+
+    def trained(plan: Any, steps: int) -> tuple[Any, Any]:
+        model: Any = models.seeded(models.Gated).double()
+        tp.apply_plan(model, mesh, plan) if plan else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.linspace(-1, step + 1, 16, dtype=torch.float64).view(2, 8)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (alone, single) = trained(plan, 3), trained({}, 3)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    moments: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    full = moments["state"]["both.weight"]["exp_avg"].full_tensor()  # the way on
+    torch.testing.assert_close(full, single.state[alone.both.weight]["exp_avg"], atol=1e-12, rtol=0)
+    files = []
+    for saved in (moments, optimizer.state_dict()):
+        buffer = io.BytesIO()
+        torch.save(saved, buffer)
+        files.append(ranks.gather(buffer.getvalue()))
+    of_rank_0 = torch.load(io.BytesIO(files[1][0]))
+    if ranks.rank:
+        with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*exp_avg.*full_state_dict=True"):
+            trained(plan, 1)[1].load_state_dict(of_rank_0)
+    else:
+        trained(plan, 1)[1].load_state_dict(of_rank_0)
+    optimizer.load_state_dict(torch.load(io.BytesIO(files[1][ranks.rank])))  # its own
+    weights, moments = copy.deepcopy(get_state_dict(alone, single))  # torch loads counts of steps without a copy
+    if broadcast and ranks.rank:
+        weights, moments = {}, {}
+    resumed, other = trained(plan, 1)
+    set_model_state_dict(resumed, weights, options=options)
+    set_optimizer_state_dict(resumed, other, moments, options=options)
+    for each, one in ((resumed, other), (alone, single), (model, optimizer)):
+        one.zero_grad()
+        each(torch.ones(2, 8, dtype=torch.float64)).square().sum().backward()
+        one.step()
+    for each in (resumed, model):
+        assert models.assert_close(whole_state(each), dict(alone.state_dict()), atol=1e-12) > 300

@@ -28,6 +28,7 @@ from dp_partition.plan.plan import (
     reduction_problems,
 )
 from dp_partition.runner import Runner
+from dp_partition.runtime.saving import own_mesh
 from dp_partition.runtime.state import unsharded
 
 EagerStyle = Literal["fully_shard", "replicate", "hybrid"]
@@ -106,14 +107,20 @@ def distribute(
         problems.append(Problem("invalid-argument", "bucket_mb", found=str(bucket_mb), hint="use 0 or more"))
     parsed = _parsed(style, problems)
     if parsed in (DataParallelStyle.DEFAULT, DataParallelStyle.ZERO1, DataParallelStyle.ZERO2):
-        hint = "use 'fully_shard', 'replicate' or 'hybrid'; dp_partition.compile has the other styles"
-        problems.append(Problem("invalid-argument", "style", found=parsed.name.lower(), hint=hint))
+        problems.append(
+            Problem(
+                "invalid-argument",
+                "style",
+                found=parsed.name.lower(),
+                hint="use 'fully_shard', 'replicate' or 'hybrid'; dp_partition.compile has the other styles",
+            )
+        )
     problems += _mesh_problems(mesh, parsed)
     for function in functions or [None]:
         problems += _step_problems(function)
     if problems:
         raise PlanError(problems, "dp_partition.distribute")
-    comm = CommConfig(int(bucket_mb * (1 << 20)), reduce_dtype=reduce_dtype)
+    mesh, comm = own_mesh(mesh), CommConfig(int(bucket_mb * (1 << 20)), reduce_dtype=reduce_dtype)
     settings = Settings(parsed, comm=comm, check=check, full=full, observe=observe)
     steps = [without_compiler(function, mesh) for function in functions]
     eager = EagerStep(steps, mesh, ", ".join(map(name_of, steps)), settings)
@@ -211,7 +218,7 @@ def compile(
     problems += _step_problems(train_step)
     if problems or mesh is None:  # all problems in one error
         raise PlanError(problems, "dp_partition.compile")
-    return CompiledStep(Runner(train_step, mesh, settings, base))
+    return CompiledStep(Runner(train_step, own_mesh(mesh), settings, base))
 
 
 def _parsed(style: str | DataParallelStyle, problems: list[Problem]) -> DataParallelStyle:
@@ -228,8 +235,7 @@ def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Pr
     if mesh is None:
         return [Problem("missing-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
     if not hasattr(mesh, "ndim"):  # a fake mesh is no DeviceMesh
-        hint = "pass a DeviceMesh, from init_device_mesh"
-        return [Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint)]
+        return [Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint="pass a DeviceMesh, from init_device_mesh")]
     if mesh.ndim == axes:
         return []
     of_two = "pass a mesh of two axes: replicas along the first, shards along the second; or style='fully_shard'"
@@ -240,8 +246,14 @@ def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Pr
 def _step_problems(step: object) -> list[Problem]:
     if callable(step) and not isinstance(step, torch.nn.Module):
         return []
-    hint = "pass the function that trains, train_step(model, optimizer, batch); the model is its argument"
-    return [Problem("wrong-type", "train_step", found=type(step).__name__, hint=hint)]
+    return [
+        Problem(
+            "wrong-type",
+            "train_step",
+            found=type(step).__name__,
+            hint="pass the function that trains, train_step(model, optimizer, batch); the model is its argument",
+        )
+    ]
 
 
 class Step:

@@ -181,16 +181,28 @@ def estimate(
     try:
         torch.device(device or "cpu")
     except RuntimeError:
-        hint = "pass a device as torch names it, for example 'cuda'"
-        problems.append(Problem("invalid-argument", "device", found=repr(device), hint=hint))
+        problems.append(
+            Problem(
+                "invalid-argument",
+                "device",
+                found=repr(device),
+                hint="pass a device as torch names it, for example 'cuda'",
+            )
+        )
     ranks = (world,) if isinstance(world, int) else world  # hybrid: replicas, and ranks in each
     if min(ranks) < 1 or not 0 <= rank < math.prod(ranks):
-        hint = "world is at least 1, rank from 0 to world - 1"
-        problems.append(Problem("invalid-argument", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
-    for argument in ("mesh", "share", "backend"):  # they need placed parameters, or ranks
-        if argument in settings:
-            hint = "an estimate places nothing; leave it out"
-            problems.append(Problem("conflicting-arguments", argument, found="passed to estimate", hint=hint))
+        problems.append(
+            Problem(
+                "invalid-argument",
+                "world, rank",
+                found=f"world={world}, rank={rank}",
+                hint="world is at least 1, rank from 0 to world - 1",
+            )
+        )
+    hint = "an estimate places nothing; leave it out"
+    # These need placed parameters, or ranks.
+    beyond = [name for name in ("mesh", "share", "backend") if name in settings]
+    problems += [Problem("conflicting-arguments", n, found="passed to estimate", hint=hint) for n in beyond]
     if problems:
         raise PlanError(problems, "dp_partition.estimate")
     name = getattr(train_step, "__name__", "train_step")  # callables may have none

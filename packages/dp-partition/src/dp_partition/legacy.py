@@ -69,8 +69,13 @@ def compile(parallel_mode: DataParallel | None = None) -> Callable[[Callable[...
             kwargs.pop("last_train_step", None)
             if "step" not in vars(wrapper):  # at the first call torch.distributed is ready
                 if not dist.is_available() or not dist.is_initialized():
-                    hint = "call torch.distributed.init_process_group first"
-                    raise PlanError(Problem("no-process-group", found="torch.distributed is not set up", hint=hint))
+                    raise PlanError(
+                        Problem(
+                            "no-process-group",
+                            found="torch.distributed is not set up",
+                            hint="call torch.distributed.init_process_group first",
+                        )
+                    )
                 modules = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)]
                 device = next((p.device.type for module in modules for p in module.parameters()), "cpu")
                 mesh = init_device_mesh(device, (dist.get_world_size(),))  # all ranks, as in torch 2.1
@@ -186,8 +191,14 @@ def mark_data_parallel_shardings(
             meta_of(node)["sharding"] = item._mixed
         return
     if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
-        hint = "use dp_partition.compile for it"
-        raise PlanError(Problem("conflicting-arguments", "parallel_mode", found=str(parallel_mode), hint=hint))
+        raise PlanError(
+            Problem(
+                "conflicting-arguments",
+                "parallel_mode",
+                found=str(parallel_mode),
+                hint="use dp_partition.compile for it",
+            )
+        )
     index = 0 if parallel_mode is DataParallelStyle.REPLICATE else -1  # a single strategy is both
     for node in train_step_graph.graph.nodes:
         strategies = dp_strategy_map[node].strategies
@@ -211,8 +222,14 @@ def partitioner(graph: GraphModule) -> GraphModule:
     specs = [item.output_spec for item in strategies.values()]
     mesh = next((spec.mesh for spec in specs if isinstance(spec, PlacementSpec)), None)
     if mesh is None:
-        hint = "call mark_data_parallel_shardings first"
-        raise PlanError(Problem("not-sharded", "graph", found='no node has meta["sharding"]', hint=hint))
+        raise PlanError(
+            Problem(
+                "not-sharded",
+                "graph",
+                found='no node has meta["sharding"]',
+                hint="call mark_data_parallel_shardings first",
+            )
+        )
     world, rank = mesh.size(), mesh.get_local_rank()
     mover = Mover(graph.graph, world, rank, mesh.get_group().group_name)
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -314,9 +331,15 @@ def _plan_graph(
             storage.types[node] = NodeType.PARAM if position < num_params else NodeType.STATE
         else:
             if value.ndim > batch_dim and value.shape[batch_dim] % world:
-                reason = f"global batch of {value.shape[batch_dim]} rows over {world} ranks"
-                hint = "every rank must have as many rows as the others"
-                raise PlanError(Problem("uneven-shards", node.name, dim=batch_dim, found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "uneven-shards",
+                        node.name,
+                        dim=batch_dim,
+                        found=f"global batch of {value.shape[batch_dim]} rows over {world} ranks",
+                        hint="every rank must have as many rows as the others",
+                    )
+                )
             storage.placements[node] = Shard(batch_dim) if value.ndim > batch_dim else Replicate()
             storage.types[node] = NodeType.ACT
     return propagate(graph, storage, world, local=False)

@@ -193,8 +193,15 @@ def batch_scale(
             return tuple(tensor.shape)
         size = tensor.shape[dim]
         if size % parts:
-            hint = "pass as many rows as accumulate divides"
-            raise PlanError(Problem("uneven-shards", "batch", dim=dim, found=f"{size} rows, {parts} parts", hint=hint))
+            raise PlanError(
+                Problem(
+                    "uneven-shards",
+                    "batch",
+                    dim=dim,
+                    found=f"{size} rows, {parts} parts",
+                    hint="pass as many rows as accumulate divides",
+                )
+            )
         return (*tensor.shape[:dim], size * times // parts, *tensor.shape[dim + 1 :])
 
     return shape_of

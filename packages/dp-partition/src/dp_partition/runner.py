@@ -114,8 +114,11 @@ class Traces:
                 if call.marked:
                     self.marked = call.marked = ()
                     reason = str(error).strip().splitlines()[-1]
-                    text = f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}"
-                    warn_on_first(self.mesh, text, stacklevel=2)
+                    warn_on_first(
+                        self.mesh,
+                        f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}",
+                        stacklevel=2,
+                    )
                 else:
                     self.live[call.spec], call.live = None, frozenset()
         try:
@@ -185,12 +188,24 @@ class Traces:
                 )
             )
         if reach.identities(reach.parameters.values(), (dict, set, frozenset)):
-            reason = "a container looks parameters up by identity, and a trace has others in their place"
-            problems.append(Problem("not-traceable", self.name, found=reason, hint="use names of parameters as keys"))
+            problems.append(
+                Problem(
+                    "not-traceable",
+                    self.name,
+                    found="a container looks parameters up by identity, and a trace has others in their place",
+                    hint="use names of parameters as keys",
+                )
+            )
         ids = {id(p) for module in reach.modules for p in module.parameters()}
         if not ids.isdisjoint(map(id, call.leaves)):
-            reason = "parameters are among its arguments, beside the model"
-            problems.append(Problem("parameter-in-closure", self.name, found=reason, hint=REACHED[1]))
+            problems.append(
+                Problem(
+                    "parameter-in-closure",
+                    self.name,
+                    found="parameters are among its arguments, beside the model",
+                    hint=REACHED[1],
+                )
+            )
         if problems:
             raise PlanError(problems)
 
@@ -394,8 +409,14 @@ class Runner:
             PlanError: ``model-changed`` for a step that shares another's parameters.
         """
         if self.share is not None:
-            hint = f"call release() on {self.owner.name}, or let go of this step"
-            raise PlanError(Problem("model-changed", self.name, found="shares what another step placed", hint=hint))
+            raise PlanError(
+                Problem(
+                    "model-changed",
+                    self.name,
+                    found="shares what another step placed",
+                    hint=f"call release() on {self.owner.name}, or let go of this step",
+                )
+            )
         bound = [sharer for sharer in self.sharers if sharer.binding is not None]
         release(self.bound(), [optimizer for sharer in bound for optimizer in sharer.bound().step_state.optimizers])
         for runner in (self, *bound):
@@ -416,9 +437,14 @@ class Runner:
         else:
             foreign = [name for name, param in step_state.params.items() if id(param) not in base.names]
             if foreign:
-                hint = "pass the models of the step it shares with, and optimizers of their parameters"
-                reason = f"parameter {foreign[0]} is not placed by it"
-                raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "model-changed",
+                        self.name,
+                        found=f"parameter {foreign[0]} is not placed by it",
+                        hint="pass the models of the step it shares with, and optimizers of their parameters",
+                    )
+                )
             rename(step_state, base.names)
             plan = base.plan
         self.traces.note_values(call)
@@ -458,6 +484,32 @@ class Runner:
             raise PlanError(plan.problems, "the placements cannot be planned")
         return plan
 
+    def attempt_call(
+        self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallArguments, Program, OptimizerReads]:
+        """Read a later call's arguments, model and optimizers, and find its program; nothing is communicated."""
+        call = read_arguments(self.name, args, kwargs)
+        call.live, call.marked = self.traces.live.get(call.spec) or frozenset(), self.traces.marked
+        if self.owner.bound().is_unsharded:
+            raise PlanError(
+                Problem(
+                    "unsharded-now",
+                    self.name,
+                    found="the model holds full parameters in a block of unsharded()",
+                    hint="leave the block first",
+                )
+            )
+        binding.check_in_place()
+        passed = [x for x in call.leaves if isinstance(x, nn.Module | Optimizer) and id(x) not in binding.owner_ids]
+        if passed:  # a call that evaluates may leave the optimizer out
+            is_optimizer = all(isinstance(value, Optimizer) for value in passed)
+            hint = REPLACED if is_optimizer else "call release() on the step first, or compile a step of its own"
+            problem = Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)
+            raise (ModelChangedError if is_optimizer else PlanError)(problem)
+        optimizers = reconcile(binding)
+        state, plan, find = binding.step_state, binding.plan, self.traces.find_program
+        return call, find(state, plan, call, optimizers, self.trace_label), optimizers
+
     def later_call(
         self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CallArguments, Program, OptimizerReads, bool] | None:
@@ -471,27 +523,7 @@ class Runner:
             Arguments, program, optimizers, and True if the call must be checked for a graph or a length that is new;
             None if the caller of each rank has put other parameters, modules or optimizers in place.
         """
-
-        def attempt() -> tuple[CallArguments, Program, OptimizerReads]:
-            call = read_arguments(self.name, args, kwargs)
-            call.live, call.marked = self.traces.live.get(call.spec) or frozenset(), self.traces.marked
-            if self.owner.bound().is_unsharded:
-                reason, hint = "the model holds full parameters in a block of unsharded()", "leave the block first"
-                raise PlanError(Problem("unsharded-now", self.name, found=reason, hint=hint))
-            binding.check_in_place()
-            passed = [x for x in call.leaves if isinstance(x, nn.Module | Optimizer) and id(x) not in binding.owner_ids]
-            if passed:  # a call that evaluates may leave the optimizer out
-                is_optimizer = all(isinstance(value, Optimizer) for value in passed)
-                hint = REPLACED if is_optimizer else "call release() on the step first, or compile a step of its own"
-                problem = Problem(
-                    "model-mismatch", self.name, found="called with another model or optimizer", hint=hint
-                )
-                raise (ModelChangedError if is_optimizer else PlanError)(problem)
-            optimizers = reconcile(binding)
-            state, plan, find = binding.step_state, binding.plan, self.traces.find_program
-            return call, find(state, plan, call, optimizers, self.trace_label), optimizers
-
-        attempted, error = capture_errors(attempt)
+        attempted, error = capture_errors(lambda: self.attempt_call(binding, args, kwargs))
         is_traced = attempted is None or attempted[1].is_new
         is_alone, facts = self.mesh.size() == 1, dict[str, str]()
         if is_traced and attempted is not None:
@@ -524,8 +556,15 @@ class Runner:
             if all([changed] if is_alone else all_gather_objects(self.mesh, changed, self.name)):
                 return None
         if differs and not has_agreed and self.settings.semantics == "local" and not self.settings.dynamic:
-            reason = f"call {self.schedule.calls} has other collectives on this rank alone; the others run their graph"
-            raise PlanError(Problem("ranks-disagree", self.name, found=reason, hint=HINT))
+            raise PlanError(
+                Problem(
+                    "ranks-disagree",
+                    self.name,
+                    found=f"call {self.schedule.calls} has other collectives on this rank alone; the others run "
+                    "their graph",
+                    hint=HINT,
+                )
+            )
         if has_agreed or self.settings.semantics == "global" or differs:
             if attempted is not None and not facts:  # with `mark_dynamic` a rank that runs its old graph compares too
                 facts |= self.facts(binding.plan, attempted[1], attempted[0].leaves)

@@ -68,8 +68,18 @@ def test_each_mended_cause_is_found_with_its_mending_taken_back(ranks: Ranks, na
             assert not isinstance(raised, CheckMismatch)
 
 
-def attempt(ranks: Ranks, style: Any, optimizer: str, change: planted.Change, function: Any = planted.unclipped) -> str:
-    """Found, passed, or left alone, for one mistake in the graph; a find leaves everything as before the call."""
+def attempt(
+    ranks: Ranks,
+    style: Any,
+    optimizer: str,
+    change: planted.Change,
+    traced: dict[Any, Any],
+    function: Any = planted.unclipped,
+) -> str:
+    """Found, passed, or left alone, for one mistake in the graph; a find leaves everything as before the call.
+
+    The attempts of a test share the traces of their steps, in ``traced``.
+    """
     changed = []
 
     def passes(module: fx.GraphModule) -> fx.GraphModule:
@@ -79,7 +89,7 @@ def attempt(ranks: Ranks, style: Any, optimizer: str, change: planted.Change, fu
 
     model, optim = started(ranks, optimizer)
     step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style)
-    planted.change_graphs(step, passes)
+    planted.change_graphs(step, passes, traced, (style, optimizer, function))
     for call in range(2):
         if runner_of(step).binding is not None:
             before = state_of(model, optim)
@@ -99,11 +109,11 @@ def attempt(ranks: Ranks, style: Any, optimizer: str, change: planted.Change, fu
 
 @pytest.mark.ranks(2, timeout=300)
 def test_mistakes_in_a_graph_are_found(ranks: Ranks) -> None:
-    outcomes = {}
+    outcomes, traced = {}, dict[Any, Any]()
     for name, (style, change) in planted.GRAPH_MISTAKES.items():
         with models.case(name):
             function = planted.plain if "clipping" in name else planted.unclipped
-            outcomes[name] = attempt(ranks, style, "AdamW", change, function)
+            outcomes[name] = attempt(ranks, style, "AdamW", change, traced, function)
     missed = {name: outcome for name, outcome in outcomes.items() if outcome != "found"}
     assert not missed
     assert len(outcomes) >= 20
@@ -111,11 +121,11 @@ def test_mistakes_in_a_graph_are_found(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2, timeout=300)
 def test_wrong_gradients_are_found_although_they_are_clipped(ranks: Ranks) -> None:
-    outcomes = {}
+    outcomes, traced = {}, dict[Any, Any]()
     for name, (style, change) in planted.CLIPPED_MISTAKES.items():
         for optimizer in ("SGD", "AdamW"):
             with models.case(f"{name}, {optimizer}"):
-                outcomes[name, optimizer] = attempt(ranks, style, optimizer, change, planted.plain)
+                outcomes[name, optimizer] = attempt(ranks, style, optimizer, change, traced, planted.plain)
     assert set(outcomes.values()) == {"found"}, outcomes
     assert len(outcomes) == 12
 
@@ -179,10 +189,10 @@ def test_a_gradient_whose_reader_is_erased_is_reported(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2, timeout=300)
 def test_mutations_of_single_nodes_are_found(ranks: Ranks) -> None:
-    outcomes = []
+    outcomes, traced = [], dict[Any, Any]()
     for index in range(0, 120, 8):
         optimizer, style = ("AdamW", "fully_shard") if index % 16 else ("SGD", "replicate")
-        outcomes.append(attempt(ranks, style, optimizer, planted.mutation(index)))
+        outcomes.append(attempt(ranks, style, optimizer, planted.mutation(index), traced))
     assert len(outcomes) == 15
     # Batch norm takes the bias before it out of the loss: its gradient is rounding, and 1 % of its update is noise.
     assert outcomes.count("found") >= 14, outcomes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranktest import Ranks
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 BOTH = pytest.mark.parametrize("door", [dp.distribute, dp.compile])
@@ -86,6 +86,33 @@ def test_a_state_dict_in_shards_is_saved_full_or_refused(ranks: Ranks, door: Any
     called(step, model, optim, 1)
     step.release()
     assert b"dp_partition" not in saved([model, optim.state_dict()])
+
+
+@pytest.mark.ranks(2)
+@BOTH
+def test_parameters_and_what_is_computed_of_them_are_refused(ranks: Ranks, door: Any) -> None:
+    """``keep_vars=True`` gives parameters, and a half-precision copy of a state dict has tensors without our marks."""
+    (model, optim), mesh = made(), ranks.mesh((2,), ("dp",))
+    step = door(train, mesh=mesh, style="fully_shard")
+    called(step, model, optim)
+    weights = model.state_dict()
+    derived: dict[str, Any] = {
+        "keep_vars": model.state_dict(keep_vars=True),
+        "parameters": dict(model.named_parameters()),
+        "half": {name: value.half() for name, value in weights.items()},
+        "average": {name: (value + value) / 2 for name, value in weights.items()},
+        "a row": weights["0.weight"][0],
+        "one copy": copy.deepcopy(weights["0.weight"]).clone(),
+        "moments": [state["exp_avg"].float() for state in optim.state_dict()["state"].values()],
+    }
+    for value in derived.values():
+        with pytest.raises(dp.PlanError, match=r"already-applied.*a pickle of.*rows.*step\.unsharded.*get_state_dict"):
+            saved(value)
+    assert len(derived) == 7 and getattr(model[0].weight, "device_mesh", None) == mesh
+    own = distribute_tensor(torch.ones(4), mesh, [Shard(0)])  # the caller's own, on the same ranks
+    assert b"DTensor" in saved(own)
+    model.load_state_dict({name: (value + value) / 2 for name, value in weights.items()})
+    called(step, model, optim, 1)
 
 
 @pytest.mark.ranks(2)

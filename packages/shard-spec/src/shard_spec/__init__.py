@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from shard_spec._shared.problems import PlanError, Problem
     from shard_spec.apply.apply import apply_plan
     from shard_spec.convert.dcp import dcp_state_dict
-    from shard_spec.estimate.cost import topology_preset
+    from shard_spec.estimate.communication import topology_preset
     from shard_spec.estimate.optimizers import OptimizerState
-    from shard_spec.layout.intervals import Box
-    from shard_spec.layout.layout import Layout
+    from shard_spec.layout.layout import Box, Layout
     from shard_spec.layout.mesh import MeshSpec
     from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard
     from shard_spec.legacy.shard_module import shard_module, shard_parameter
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from shard_spec.planners.base import FullyShardPlanner, LayoutPlanner, ShardingPlanner, compose
     from shard_spec.planners.megatron import MegatronPlanner
     from shard_spec.sharding_plan import ShardingPlan
-    from shard_spec.specs.base import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
-    from shard_spec.specs.shards import Sharder, ShardMetadata
+    from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, Sharder, ShardingSpec, ShardMetadata
 
 __all__ = [
     "MeshSpec",
@@ -70,16 +68,14 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "layout.mesh": ("MeshSpec",),
-        "layout.intervals": ("Box",),
-        "layout.layout": ("Layout",),
+        "layout.layout": ("Box", "Layout"),
         "layout.placements": ("Shard", "Replicate", "Partial", "UnevenShard", "BlockShard", "InterleavedShard"),
         "_shared.problems": ("PlanError", "Problem"),
         "sharding_plan": ("ShardingPlan",),
         "plan.metadata": ("metadata_of",),
         "estimate.optimizers": ("OptimizerState",),
-        "estimate.cost": ("topology_preset",),
-        "specs.base": ("ShardingSpec", "ChunkShardingSpec", "EnumerableShardingSpec"),
-        "specs.shards": ("ShardMetadata", "Sharder"),
+        "estimate.communication": ("topology_preset",),
+        "specs": ("ShardingSpec", "ChunkShardingSpec", "EnumerableShardingSpec", "ShardMetadata", "Sharder"),
         "convert.dcp": ("dcp_state_dict",),
         "legacy.shard_module": ("shard_module", "shard_parameter"),
         "apply.apply": ("apply_plan",),

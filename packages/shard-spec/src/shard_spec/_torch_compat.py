@@ -121,12 +121,17 @@ def eager_only(function: F) -> F:
 
 
 def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
-    """Return a context in which ``handle(operator, args, kwargs)`` runs each operator, below autograd."""
+    """Return a context in which ``handle(operator, args, kwargs)`` runs each operator, below autograd.
+
+    Modes of torch functions do not see what ``handle`` calls: they are about the caller's functions, not about shapes.
+    """
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return handle(func, args, kwargs or {})
+            with torch._C.DisableTorchFunction():
+                return handle(func, args, kwargs or {})
 
     return Mode()  # type: ignore[no-untyped-call]  # torch's constructor is untyped
 

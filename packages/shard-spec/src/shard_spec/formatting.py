@@ -31,8 +31,14 @@ def bytes_of(size: object, argument: str) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
     if match is None or match[2].lower() not in _UNITS:
-        hint = "write the unit, for example 80GiB (2**30 bytes each), 80GB (10**9) or 85899345920B"
-        raise PlanError(Problem("invalid-argument", argument, found=f"{size!r:.100}", hint=hint))
+        raise PlanError(
+            Problem(
+                "invalid-argument",
+                argument,
+                found=f"{size!r:.100}",
+                hint="write the unit, for example 80GiB (2**30 bytes each), 80GB (10**9) or 85899345920B",
+            )
+        )
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.activations import Step, activations_of, simulate
-from shard_spec.estimate.communication import communication_of
-from shard_spec.estimate.memory import memory_of
-from shard_spec.estimate.optimizers import choose_optimizer
+from shard_spec.estimate.activations import ActivationEstimate, Step, activations_of, simulate
+from shard_spec.estimate.communication import AlphaBetaCostModel, Communication, Topology, communication_of
+from shard_spec.estimate.memory import Memory, memory_of
+from shard_spec.estimate.optimizers import OptimizerLike, choose_optimizer
 from shard_spec.formatting import human_ranks
-from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.layout.mesh import MeshLike, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata
-from shard_spec.plan.resolve import examine, plan_problems, resolve
-from shard_spec.report.diff import diff
-from shard_spec.report.explain import explain
+from shard_spec.plan.resolve import Resolution, examine, plan_problems, resolve
+from shard_spec.report.explain import PlanDiff, diff, explain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,16 +27,8 @@ if TYPE_CHECKING:
 
     from shard_spec.apply.apply import Initializer, Source
     from shard_spec.apply.handle import ShardHandle
-    from shard_spec.estimate.activations import ActivationEstimate
-    from shard_spec.estimate.communication import Communication
-    from shard_spec.estimate.cost import AlphaBetaCostModel, Topology
-    from shard_spec.estimate.memory import Memory
-    from shard_spec.estimate.optimizers import OptimizerLike
-    from shard_spec.estimate.roles import Batch
-    from shard_spec.estimate.step_options import StepOptions
+    from shard_spec.estimate.step_options import Batch, StepOptions
     from shard_spec.layout.layout import Layout
-    from shard_spec.plan.resolve import Resolution
-    from shard_spec.report.diff import PlanDiff
 
 
 class ShardingPlan(PlanContent):
@@ -131,12 +122,21 @@ class ShardingPlan(PlanContent):
         problems = plan_problems(self, resolution)
         idle = set(range(world_size or 0)) - set(resolution.ranks)
         if world_size is not None and resolution.ranks and resolution.ranks[-1] >= world_size:
-            text = f"the plan names ranks up to {resolution.ranks[-1]}, there are {world_size} ranks"
-            problems.append(Problem("mesh-too-large", found=text, hint="start more processes or use a smaller mesh"))
+            problems.append(
+                Problem(
+                    "mesh-too-large",
+                    found=f"the plan names ranks up to {resolution.ranks[-1]}, there are {world_size} ranks",
+                    hint="start more processes or use a smaller mesh",
+                )
+            )
         elif resolution.ranks and idle:
-            text = f"the plan says nothing about ranks {human_ranks(sorted(idle))} of {world_size}"
-            hint = "use a mesh of all ranks; for a plan of a part of them leave world_size out"
-            problems.append(Problem("mesh-mismatch", found=text, hint=hint))
+            problems.append(
+                Problem(
+                    "mesh-mismatch",
+                    found=f"the plan says nothing about ranks {human_ranks(sorted(idle))} of {world_size}",
+                    hint="use a mesh of all ranks; for a plan of a part of them leave world_size out",
+                )
+            )
         return tuple(dict.fromkeys(problems))  # once each, in order
 
     def memory(
@@ -214,8 +214,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model.
         """
-        resolution = resolve(self, module)
-        return activations_of(_simulated(resolution, module, batch, step), module, step)
+        return activations_of(_simulated(resolve(self, module), module, batch, step), module, step)
 
     def communication(
         self,
@@ -289,11 +288,10 @@ class ShardingPlan(PlanContent):
     ) -> ShardingPlan:
         """Build a plan with one exact rule for each name, e.g. ``ShardingPlan.from_layouts(plan.resolve(model))``."""
         meshes = {layout.mesh for layout in layouts.values()}
-        mesh = next(iter(meshes)) if len(meshes) == 1 else None
-        return cls(layouts, mesh=mesh, strict=strict, axis_roles=axis_roles)
+        return cls(layouts, mesh=next(iter(meshes)) if len(meshes) == 1 else None, strict=strict, axis_roles=axis_roles)
 
     @classmethod
-    def from_module(cls, module: nn.Module, mesh: MeshSpec | Mapping[str, int] | str | None = None) -> ShardingPlan:
+    def from_module(cls, module: nn.Module, mesh: MeshLike | None = None) -> ShardingPlan:
         """Return the plan of a live model: DTensors and local shards by their placements, plain tensors replicated.
 
         Args:
@@ -317,7 +315,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each layout without DTensor placements.
         """
-        from shard_spec.convert.parallelize import to_dtensor_placements  # imports torch.distributed.tensor
+        from shard_spec.convert.styles import to_dtensor_placements  # imports torch.distributed.tensor
 
         return to_dtensor_placements(self, module)
 
@@ -334,7 +332,7 @@ class ShardingPlan(PlanContent):
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        from shard_spec.convert.parallelize import to_parallelize_plan  # imports torch.distributed.tensor
+        from shard_spec.convert.styles import to_parallelize_plan  # imports torch.distributed.tensor
 
         return to_parallelize_plan(self, module, axis)
 
@@ -362,7 +360,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and for layers that differ.
         """
-        from shard_spec.convert.hf import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
+        from shard_spec.convert.styles import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
 
         return to_hf_tp_plan(self, module, axis)
 
@@ -371,7 +369,7 @@ class ShardingPlan(PlanContent):
         cls,
         tp_plan: Mapping[str, str],
         module: nn.Module | ModelMetadata,
-        mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh,
+        mesh: MeshLike,
         axis: str = "tp",
         *,
         prefix: str = "",
@@ -393,7 +391,7 @@ class ShardingPlan(PlanContent):
         """
         mesh_spec = as_mesh(mesh)
         assert mesh_spec is not None
-        from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
+        from shard_spec.convert.styles import from_hf_tp_plan  # imports torch.distributed.tensor
 
         return cls(**from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
 
@@ -411,7 +409,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for pipeline stages and unknown styles.
         """
-        from shard_spec.convert.hf import from_distributed_config  # imports torch.distributed.tensor
+        from shard_spec.convert.styles import from_distributed_config  # imports torch.distributed.tensor
 
         layouts, roles = from_distributed_config(config, module)
         return cls.from_layouts(layouts, axis_roles=roles).compact(module)
@@ -426,11 +424,17 @@ def _simulated(resolution: Resolution, module: nn.Module | ModelMetadata, batch:
 def _beside(static: Memory, run: Step, module: Any, grads: bool | str, step: StepOptions) -> Memory:
     """Return the bytes of the state with those of a simulated step."""
     if grads is False and any(each.requires_grad for each in module.parameters()):
-        text = "grads=False beside a batch, whose step makes gradients in its backward"
-        hint = "leave grads out; to count a state without gradients leave batch out"
-        raise PlanError(Problem("conflicting-arguments", "grads", found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "conflicting-arguments",
+                "grads",
+                found="grads=False beside a batch, whose step makes gradients in its backward",
+                hint="leave grads out; to count a state without gradients leave batch out",
+            )
+        )
     # Off the CPU torch's optimizers update all parameters at once.
-    foreach = any(each.device.type != "cpu" for each in module.parameters())
     return static.with_activations(
-        activations_of(run, module, step), foreach=foreach, buckets=step.get("ddp") == "buckets"
+        activations_of(run, module, step),
+        foreach=any(each.device.type != "cpu" for each in module.parameters()),
+        buckets=step.get("ddp") == "buckets",
     )

@@ -12,7 +12,7 @@ from rank_orders import chunk
 from ranktest import Ranks, fake_cuda
 from shard_spec import shard_module, shard_parameter
 from shard_spec._shared.problems import PlanError
-from shard_spec.legacy.forwards import look_up
+from shard_spec.legacy.hooks import look_up
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, ShardMetadata
 from torch import nn

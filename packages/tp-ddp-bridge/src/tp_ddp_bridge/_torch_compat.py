@@ -24,12 +24,9 @@ from torch.optim import Optimizer
 
 GRAD_HOOKS, POST_ACCUMULATE_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 """Attributes with the dicts that a tensor's hooks are registered in; handles remove from these very dicts."""
-without_overrides = torch._C.DisableTorchFunctionSubclass
-"""Context in which ``__torch_function__`` of tensor classes is not called; entering it takes 0.2 us."""
 Function = _SingleLevelFunction
 """``torch.autograd.Function`` without its Python ``apply``, which looks for functorch's transforms first (1 us)."""
 WEIGHT_NORMS = (_WeightNorm, WeightNorm)  # a parametrization, and the hook of the deprecated function
-UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # the search for infinities of torch.amp.GradScaler
 
 
 def make_spec(

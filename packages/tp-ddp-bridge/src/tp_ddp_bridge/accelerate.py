@@ -68,9 +68,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         super().__init__(**kwargs)
         ranks = self.num_processes
         if tp_size < 1 or ranks % tp_size or self.parallelism_config or self.is_fsdp2 or self.dispatch_batches:
-            reason = f"tp_size={tp_size} on {ranks} ranks"
-            hint = "a size that divides the ranks, without parallelism_config, FSDP and dispatch_batches"
-            raise PlanError(Problem("invalid-mesh", "tp_size", found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "invalid-mesh",
+                    "tp_size",
+                    found=f"tp_size={tp_size} on {ranks} ranks",
+                    hint="a size that divides the ranks, without parallelism_config, FSDP and dispatch_batches",
+                )
+            )
         self.dataloader_config.dispatch_batches = False  # dispatching sends other rows to each rank of the world
         axes = ("dp_replicate", "tp")  # accelerate's names, read by its data loaders
         self.mesh = init_device_mesh(self.device.type, (ranks // tp_size, tp_size), mesh_dim_names=axes)
@@ -92,8 +97,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         trained = {id(parameter) for model in self._models for parameter in model.parameters()}
         listed = [each for optimizer in self._unbridged for each in parameters_of(optimizer)]
         strays = [f"optimizer parameter of shape {tuple(each.shape)}" for each in listed if id(each) not in trained]
-        hint = "build the optimizer after the model is tensor parallel"
-        problems = [Problem("parameter-not-in-module", name, hint=hint) for name in strays if trained]
+        problems = [
+            Problem("parameter-not-in-module", name, hint="build the optimizer after the model is tensor parallel")
+            for name in strays
+            if trained
+        ]
         if self._unbridged:  # the ranks that prepare an optimizer raise together
             raise_on_all_ranks([self.mesh], "prepare", problems)
         return prepared

@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._torch_compat import flatten_axes
-from tp_ddp_bridge.consistency.axes import data_axes, mixing_problems
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
     all_replica_problems,
+    data_axes,
+    mixing_problems,
     raise_on_all_ranks,
     shard_problems,
     structure_lines,
 )
 from tp_ddp_bridge.ddp import BridgedDDP, guard_ddp, guard_of, tensor_ranks
 from tp_ddp_bridge.layout import tensor_groups
-from tp_ddp_bridge.module.survey import survey
-from tp_ddp_bridge.module.transform import bridging_problems, is_bridged, transform, undo_dp_transform
+from tp_ddp_bridge.module.transform import bridging_problems, is_bridged, survey, transform, undo_dp_transform
 from tp_ddp_bridge.optim.elementwise import check_steps
 from tp_ddp_bridge.optim.state import as_list
 
@@ -142,14 +142,32 @@ def _check_arguments(mesh: Any, group: Any, ddp_kwargs: dict[str, Any]) -> None:
             raise TypeError(f"wrap_ddp() takes the data-parallel ranks as mesh= or group=, not as {name}=")
     if (mesh is None) == (group is None):
         code, count = ("missing-mesh", "neither") if mesh is None else ("conflicting-arguments", "both")
-        hint = "name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them"
-        raise PlanError(Problem(code, "mesh, group", found=f"{count} of them given", hint=hint))
+        raise PlanError(
+            Problem(
+                code,
+                "mesh, group",
+                found=f"{count} of them given",
+                hint="name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them",
+            )
+        )
     if not isinstance(mesh, DeviceMesh | None) or not isinstance(group, dist.ProcessGroup | None):
-        hint = "mesh= takes a DeviceMesh, group= a process group, as mesh.get_group('dp') returns it"
-        raise PlanError(Problem("wrong-type", "mesh, group", found=f"{mesh or group!r:.100}", hint=hint))
+        raise PlanError(
+            Problem(
+                "wrong-type",
+                "mesh, group",
+                found=f"{mesh or group!r:.100}",
+                hint="mesh= takes a DeviceMesh, group= a process group, as mesh.get_group('dp') returns it",
+            )
+        )
     if mesh is not None and mesh.get_coordinate() is None:
-        reason = f"rank {dist.get_rank()} is not in it"
-        raise PlanError(Problem("rank-outside-mesh", "mesh", found=reason, hint="call it on the mesh's ranks only"))
+        raise PlanError(
+            Problem(
+                "rank-outside-mesh",
+                "mesh",
+                found=f"rank {dist.get_rank()} is not in it",
+                hint="call it on the mesh's ranks only",
+            )
+        )
 
 
 def _data_group(

@@ -22,12 +22,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import skip_init
 
+from tp_ddp_bridge._shared._torch_compat import without_overrides
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
-from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters, without_overrides
-from tp_ddp_bridge.consistency.axes import mixing_problems
+from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters
 from tp_ddp_bridge.consistency.replicas import (
     Scope,
     all_replica_problems,
+    mixing_problems,
     raise_on_all_ranks,
     shard_problems,
     structure_lines,
@@ -43,10 +44,15 @@ class BridgedDDP(DistributedDataParallel):
         try:
             return super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
         except RuntimeError as error:
-            reason = "torch copies and pickles no DDP over a group of some ranks, and AveragedModel(ddp) copies it"
-            hint = "the module inside has all the weights: AveragedModel(ddp.module), copy.deepcopy(ddp.module)"
-            problem = Problem("unsupported-wrapper", "DistributedDataParallel", found=reason, hint=hint)
-            raise PlanError(problem) from error
+            raise PlanError(
+                Problem(
+                    "unsupported-wrapper",
+                    "DistributedDataParallel",
+                    found="torch copies and pickles no DDP over a group of some ranks, and AveragedModel(ddp) copies"
+                    " it",
+                    hint="the module inside has all the weights: AveragedModel(ddp.module), copy.deepcopy(ddp.module)",
+                )
+            ) from error
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook on the data-parallel group; a collective of all ranks.
@@ -95,9 +101,12 @@ def _hook_problems(group: dist.ProcessGroup, hook: Any, state: object) -> Iterat
     own = dist.get_process_group_ranks(group)
     for name, ranks in groups.items():
         if not set(ranks) <= set(own) or (name != "subgroup" and ranks != own):
-            reason = f"its ranks are {ranks}, DDP averages over {own}: different shards would be mixed"
-            hint = "make the state with groups of ddp.process_group's ranks"
-            yield Problem("mesh-mismatch", f"{name} of {getattr(hook, '__name__', 'hook')}", found=reason, hint=hint)
+            yield Problem(
+                "mesh-mismatch",
+                f"{name} of {getattr(hook, '__name__', 'hook')}",
+                found=f"its ranks are {ranks}, DDP averages over {own}: different shards would be mixed",
+                hint="make the state with groups of ddp.process_group's ranks",
+            )
 
 
 def _trial_problems(ddp: DistributedDataParallel, hook: Any, state: object) -> list[Problem]:
@@ -129,9 +138,15 @@ def _trial_problems(ddp: DistributedDataParallel, hook: Any, state: object) -> l
     if not reason:
         return []
     name = getattr(hook, "__name__", "hook")
-    hint = "average over ddp.process_group; for a hook that does not average by design, hook.is_data_parallel = True"
-    reason = f"tried on a small bucket of ranks {ranks}, {reason}"
-    return [Problem("invalid-hook", name, found=reason, hint=hint)]
+    return [
+        Problem(
+            "invalid-hook",
+            name,
+            found=f"tried on a small bucket of ranks {ranks}, {reason}",
+            hint="average over ddp.process_group; for a hook that does not average by design, hook.is_data_parallel ="
+            " True",
+        )
+    ]
 
 
 # ---- the hook at construction --------------------------------------------------------------------------------------
@@ -220,10 +235,13 @@ class ReducerGuard:
                 "undo_dp_transform gave the module of this DDP its DTensor parameters back, and DDP cannot reduce "
                 "them: wrap it again with wrap_ddp"
             )
-        reason = "it trains, but was added, replaced, loaded with assign=True or thawed after DDP was made"
-        hint = "DDP does not reduce it: do so before wrap_ddp, or call wrap_ddp and build the optimizer again"
         raise_problems(
-            Problem("parameter-replaced", name, found=reason, hint=hint)
+            Problem(
+                "parameter-replaced",
+                name,
+                found="it trains, but was added, replaced, loaded with assign=True or thawed after DDP was made",
+                hint="DDP does not reduce it: do so before wrap_ddp, or call wrap_ddp and build the optimizer again",
+            )
             for name, parameter in named.items()
             if parameter.requires_grad and id(parameter) not in reduced and name not in ddp.parameters_to_ignore
         )

@@ -13,19 +13,18 @@ Vocabulary of this package:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import functional
 
-from tp_ddp_bridge._shared.full_reads import FULL_READS, full_read, named
+from tp_ddp_bridge._shared._torch_compat import without_overrides
 from tp_ddp_bridge._shared.norms import BRIDGED
-from tp_ddp_bridge._shared.problems import PlanError, Problem
-from tp_ddp_bridge._shared.sharding_info import ShardingInfo, sharding_info_of
-from tp_ddp_bridge._torch_compat import UNSCALE, local_of, make_spec, without_overrides, wrap
+from tp_ddp_bridge._shared.shard_values import Refusing, ShardValue, Ways
+from tp_ddp_bridge._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
+from tp_ddp_bridge._torch_compat import local_of, make_spec, wrap
 
 
 class Layout(ShardingInfo):
@@ -163,44 +162,21 @@ class ReplicatedLayout(Layout):
     __slots__ = ()
 
 
-class Refusing:
-    """Mixin of the classes of tensors that hold one rank's shard: what would take it for the full tensor is refused.
-
-    `leaf.abs().max()` and `torch.norm(leaf)` are other numbers on each rank, without an error. `leaf.detach()` is the
-    plain shard. What is computed from it is refused in turn, as a `ShardValue`: a penalty `(leaf * leaf).sum()` raises
-    at its sum. Products with a batch, as `functional.linear(x, leaf)`, are plain.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions that would take a shard for the full tensor; run all others on plain tensors."""
-        return _run_on_shards(func, args, kwargs or {})
-
-    def ndimension(self) -> NoReturn:
-        """Refuse: within torch only these functions call it, and write by index to what they take for the weight."""
-        hint = f"{_INITIALISE}; parameter.dim() counts dims"
-        _raise_full_read("ndimension, which nn.init's orthogonal_, dirac_, eye_ and sparse_ call,", hint)
+_WAYS = Ways(
+    read="{name} of module.weight, or of module.state_dict(keep_vars=True)['weight'], is of the full parameter: a "
+    "DTensor with its gradient; of gradients tp_ddp_bridge.clip_grad_norm_ and grad_norm are the full norm; "
+    "parameter.detach() and parameter.grad.detach() are the shard alone",
+    initialise="initialise before the module is sharded, or by load_state_dict() of full tensors",
+    element="module.weight.full_tensor()[i, j] is the element of the full parameter; parameter.detach()[i, j] that of "
+    "the shard",
+    infinities="use tp_ddp_bridge.GradScaler",
+)
 
 
-class ShardValue(Refusing, torch.Tensor):
-    """A sharded buffer, a leaf's gradient, or what was computed from a sharded leaf outside of the module."""
+class ShardedTensor(ShardValue):
+    """A sharded buffer, or the gradient of a leaf."""
 
-    _shard_dims: tuple[int, ...] | None = None  # None: sharded along dims that nothing records, as after view(-1)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Save as a plain tensor: loading it needs no bridge."""
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied: torch.Tensor = self.as_subclass(torch.Tensor).__deepcopy__(memo)
-        return copied
-
-    def detach(self) -> torch.Tensor:
-        """Return the plain shard, past the slow way through `__torch_function__`: clipping reads all gradients so."""
-        with without_overrides():
-            return super().detach()
+    _ways = _WAYS
 
 
 class ShardedLeaf(Refusing, nn.Parameter):
@@ -211,6 +187,8 @@ class ShardedLeaf(Refusing, nn.Parameter):
     takes 1.5 us in place of 0.1, so `grad`, which `zero_grad` and clipping read, has a property of its own.
     """
 
+    _ways = _WAYS
+
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]  # on purpose
         """Return an ordinary parameter: a copy of a leaf (`copy.deepcopy`) has no layout."""
         return nn.Parameter(data, requires_grad)
@@ -220,8 +198,8 @@ class ShardedLeaf(Refusing, nn.Parameter):
             grad: Any = _GRAD.__get__(self)
             # The gradient stays the same object, as `p.grad is p.grad` and `p.grad.data = x` rely on it.
             if type(grad) is torch.Tensor and grad.layout is torch.strided and not torch.compiler.is_compiling():
-                grad.__class__ = ShardValue
-                grad.__dict__[BRIDGED] = bridge_tag(self)
+                grad.__class__ = ShardedTensor
+                grad.__dict__[ATTRIBUTE] = bridge_tag(self)
         return grad  # type: ignore[no-any-return]  # a tensor, or None
 
     def _set_grad(self, value: torch.Tensor | None) -> None:
@@ -235,8 +213,8 @@ class ShardedLeaf(Refusing, nn.Parameter):
         layout = bridge_tag(self)
 
         def hook_of_shard(grad: torch.Tensor) -> Any:
-            shard: Any = grad.as_subclass(ShardValue)
-            shard._bridge = layout
+            shard: Any = grad.as_subclass(ShardedTensor)
+            shard._sharding_info = layout
             return hook(shard)
 
         with without_overrides():
@@ -244,104 +222,6 @@ class ShardedLeaf(Refusing, nn.Parameter):
 
 
 _GRAD: Any = torch.Tensor.grad
-_DATA: Any = torch.Tensor.data
-_PLACES = (torch, torch.Tensor, functional)
-_PLAIN = {_DATA.__get__, _GRAD.__get__, torch.autograd.grad}.union(
-    named("detach as_subclass module_load zeros_like ones_like full_like empty_like", *_PLACES),
-    named("rand_like randn_like randint_like", torch),
-    named("new_empty new_zeros new_ones new_full new_tensor new_empty_strided", *_PLACES),
-)
-"""Functions whose caller asked for the plain shard, or for a tensor of its shape with other values."""
-_PRODUCTS = named(
-    "linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv baddbmm einsum tensordot outer bilinear conv1d conv2d "
-    "conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding layer_norm rms_norm group_norm batch_norm",
-    *_PLACES,
-)
-"""Functions of a weight and a batch: what a user computes with a shard by hand is the user's."""
-_NUMBERS = named("item is_nonzero __float__ __int__ __index__ __bool__ __complex__", torch, torch.Tensor)
-_READS_OF_ELEMENTS = named("tolist numpy __array__ __format__ backward", torch.Tensor)
-"""Functions that take `leaf[0, 0]` out of torch: another element on each rank."""
-_ELEMENT = (
-    "module.weight.full_tensor()[i, j] is the element of the full parameter; parameter.detach()[i, j] that of the shard"
-)
-_INITIALISE = "initialise before the module is sharded, or by load_state_dict() of full tensors"
-
-
-def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
-    with without_overrides():
-        if torch.compiler.is_compiling() or isinstance(func, torch._ops.OpOverload):  # traced, or a traced graph's own
-            return func(*args, **kwargs)
-        operands = (each if isinstance(each, list | tuple) else [each] for each in (*args, *kwargs.values()))
-        tensors = [each for several in operands for each in several if isinstance(each, torch.Tensor)]
-        shards = [each for each in tensors if isinstance(each, Refusing)]
-        if func is UNSCALE:  # each rank would skip a step by its own shards
-            _raise_full_read("the search of torch.amp.GradScaler for infinities", "use tp_ddp_bridge.GradScaler")
-        # A write by index goes to the shard, as `leaf[3:].zero_()` does.
-        for shard in shards if func in FULL_READS and func is not torch.Tensor.__setitem__ else ():
-            _refuse_full_read(func, args, kwargs, shard)
-        for shard in shards if func in _NUMBERS or func in _READS_OF_ELEMENTS else ():
-            # `bool(isnan(leaf).any())` is a question about this rank's memory; debuggers ask it of each rank.
-            if (shard.dim() or shard.dtype != torch.bool) and (func in _NUMBERS or shard.numel() == 1):
-                _raise_full_read(func.__name__, _ELEMENT)
-        result = func(*args, **kwargs)
-        if func in _PLAIN:
-            return result
-        is_product = func in _PRODUCTS and len(shards) < len(tensors)  # with a batch
-        if isinstance(result, list | tuple):  # chunks of a shard; values and indices
-            return type(result)([_as_shard_value(each, func, shards, is_product) for each in result])
-        return _as_shard_value(result, func, shards, is_product)
-
-
-def _as_shard_value(result: Any, func: Any, shards: list[Any], is_product: bool) -> Any:
-    if type(result) is not torch.Tensor:  # also the written one itself, of an in-place function
-        return result
-    memory = result.untyped_storage().data_ptr()
-    is_view = memory != 0 and any(memory == shard.untyped_storage().data_ptr() for shard in shards)
-    # A number of all elements, as `functional.mse_loss(leaf, target)`, or of one: `leaf[0, 0] * 2`, `leaf[0, 0] > 0`.
-    is_number = not result.dim() and not is_view
-    if is_number and (result.dtype != torch.bool or any(_is_element(shard) for shard in shards)):
-        _raise_full_read(func.__name__, _ELEMENT if any(map(_is_element, shards)) else "")
-    if is_product:
-        return result
-    value, dims = result.as_subclass(ShardValue), {_shard_dims(shard) for shard in shards}
-    # A square shard's transpose has its shape too, and other strides.
-    is_turned = is_view and any(result.stride() != shard.stride() for shard in shards)
-    is_alike = len(dims) == 1 and all(result.shape == shard.shape for shard in shards)
-    value._shard_dims = dims.pop() if is_alike and not is_turned else None
-    return value
-
-
-def _is_element(shard: Any) -> bool:
-    return not shard.dim() and shard.dtype != torch.bool
-
-
-def _shard_dims(shard: Any) -> tuple[int, ...] | None:
-    """Return the sharded dims of a leaf, or of a value computed from one."""
-    layout = bridge_tag(shard)
-    if layout is None:
-        return getattr(shard, "_shard_dims", None)
-    return tuple({getattr(layout.placements[axis], "dim", 0) for axis in layout.sharded_axes()})
-
-
-def _refuse_full_read(func: Any, args: Any, kwargs: Any, shard: Any) -> None:
-    dims, ndim = _shard_dims(shard), shard.dim()
-    names = (full_read(func, args, kwargs, dim, ndim) for dim in (range(ndim) if dims is None else dims))
-    name = next(filter(None, names), "")
-    if not name or (name in ("any", "all") and shard.dtype == torch.bool):
-        return
-    _raise_full_read(name)
-
-
-def _raise_full_read(name: str, hint: str = "") -> NoReturn:
-    read = (
-        f"{name} of module.weight, or of module.state_dict(keep_vars=True)['weight'], is of the full parameter: a "
-        f"DTensor with its gradient; of gradients tp_ddp_bridge.clip_grad_norm_ and grad_norm are the full norm; "
-        f"parameter.detach() and parameter.grad.detach() are the shard alone"
-    )
-    # A draw into the DTensor `module.weight` is no way on: on CPU meshes torch draws equal numbers for all shards.
-    hint = hint or (_INITIALISE if name.endswith("_") else read)
-    name = name if " " in name else f"{name}()"
-    raise PlanError(Problem("local-shard-as-full", name, found="of one rank's shard", hint=hint))
 
 
 def as_plain(tensors: Iterable[Any]) -> list[Any]:
@@ -350,7 +230,7 @@ def as_plain(tensors: Iterable[Any]) -> list[Any]:
     for leaf in leaves:
         leaf.__class__ = nn.Parameter if type(leaf) is ShardedLeaf else torch.Tensor
         grad: Any = leaf.grad
-        if type(grad) is ShardValue:
+        if isinstance(grad, ShardedTensor):
             grad.__class__ = torch.Tensor  # type: ignore[assignment]
     return leaves
 
@@ -358,7 +238,7 @@ def as_plain(tensors: Iterable[Any]) -> list[Any]:
 def refuse_full_reads(leaf: Any) -> None:
     """Give a sharded leaf its class. A leaf of another class, as in ``FakeTensorMode``, keeps that."""
     kind = type(leaf)
-    leaf.__class__ = ShardedLeaf if kind is nn.Parameter else ShardValue if kind is torch.Tensor else kind
+    leaf.__class__ = ShardedLeaf if kind is nn.Parameter else ShardedTensor if kind is torch.Tensor else kind
 
 
 def tag_leaf(leaf: Any, layout: Layout) -> None:

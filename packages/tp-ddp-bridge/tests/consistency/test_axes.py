@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tp_ddp_bridge.consistency.axes import data_axes, mixing_problems
+from tp_ddp_bridge.consistency.replicas import data_axes, mixing_problems
 
 
 def mesh_axes(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> dict[str, frozenset[int]]:

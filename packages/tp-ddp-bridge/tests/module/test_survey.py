@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from tp_ddp_bridge.module.survey import survey
+from tp_ddp_bridge.module.transform import survey
 
 
 def test_a_plain_module_has_nothing_to_bridge() -> None:

@@ -18,7 +18,7 @@ from tp_ddp_bridge import PlanError, dp_bridge, grad_norm, is_bridged, pre_dp_mo
 from tp_ddp_bridge import _pre_dp_module_transform as seed_name
 from tp_ddp_bridge._shared.full_reads import FULL_READS
 from tp_ddp_bridge.layout import LEAF_TAGS
-from tp_ddp_bridge.module.survey import survey
+from tp_ddp_bridge.module.transform import survey
 
 
 @pytest.mark.ranks(2)
@@ -218,6 +218,8 @@ def test_reads_and_draws_of_a_full_weight_are_refused_on_shards(ranks: Ranks) ->
     leaves = dict(model.named_parameters())
     before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
     reads = [name for func, name in FULL_READS.items() if getattr(torch.Tensor, name, None) is func]
+    if torch.__version__ >= "2.15":
+        reads.remove("qr")  # the method raises on every tensor there: torch.linalg.qr replaced it
     assert {"norm", "std", "mean", "max", "sort", "svd", "normal_", "uniform_"} <= set(reads) and len(reads) > 50
     leaf = leaves["up.weight"]
     # torch parses arguments before it asks the class.

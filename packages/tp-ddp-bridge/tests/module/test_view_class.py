@@ -15,7 +15,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tp_ddp_bridge import PlanError, is_bridged, pre_dp_module_transform, undo_dp_transform
-from tp_ddp_bridge.module.survey import survey
+from tp_ddp_bridge.module.transform import survey
 
 
 @pytest.mark.ranks(2)

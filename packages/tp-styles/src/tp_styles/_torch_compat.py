@@ -154,6 +154,12 @@ def without_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, which would import all of torch._dynamo to set this mark."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
 def replicate(module: Any, mesh: Any, ignored: set[Any]) -> None:
     """Average gradients over a 1-D mesh, in place, except ignored ones. Parameters may be DTensors on another axis."""
     from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate

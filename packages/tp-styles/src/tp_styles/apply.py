@@ -92,8 +92,9 @@ class TPHandle:
         """
         fault = None
         if self.plan.modules and not self._changes:
-            hint = "apply the plan again first"
-            fault = PlanError(Problem("already-applied", found="undo() a second time", hint=hint))
+            fault = PlanError(
+                Problem("already-applied", found="undo() a second time", hint="apply the plan again first")
+            )
         self._complete_gradients()
         same = "every rank needs the same parameters in the same places"
         assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=same)
@@ -112,9 +113,16 @@ class TPHandle:
             part, path = module._parameters.get(name), names.get(module, "")
             module._parameters[name] = parameter
             if part is not None:
-                reason = "undo() gave the module a full parameter; an optimizer still holds the shard"
                 fqn = f"{path}.{name}" if path else name
-                mark_stale(part, Problem("parameter-replaced", fqn, found=reason, hint="build the optimizer again"))
+                mark_stale(
+                    part,
+                    Problem(
+                        "parameter-replaced",
+                        fqn,
+                        found="undo() gave the module a full parameter; an optimizer still holds the shard",
+                        hint="build the optimizer again",
+                    ),
+                )
         take_back(self._changes)
         self._changes = []  # a second undo() raises
         return self.model
@@ -310,11 +318,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise PlanError(Problem("wrong-type", "mesh", found=str(type(mesh)), hint="pass a torch DeviceMesh"))
     problem = None
     if mesh.ndim != 1:
-        hint = 'pass one axis of it, for example mesh["tp"]'
-        problem = Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint=hint)
+        problem = Problem(
+            "invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass one axis of it, for example mesh["tp"]'
+        )
     elif mesh.get_coordinate() is None:
-        hint = "call it on the mesh's ranks only"
-        problem = Problem("rank-outside-mesh", "mesh", found=f"rank {dist.get_rank()}", hint=hint)
+        problem = Problem(
+            "rank-outside-mesh", "mesh", found=f"rank {dist.get_rank()}", hint="call it on the mesh's ranks only"
+        )
     if problem is not None:
         raise PlanError(problem)
 
@@ -328,20 +338,27 @@ def _problems_of_the_call(axis: TPGroup, src_data_rank: int | None, check: Check
     if rest not in ("plain", "replicated"):
         yield Problem("invalid-argument", "rest", found=repr(rest), hint='"plain" or "replicated"')
     if src_data_rank is not None and not 0 <= src_data_rank < axis.size:
-        hint = f"a rank in the group, 0 to {axis.size - 1}; or None"
-        yield Problem("invalid-argument", "src_data_rank", found=repr(src_data_rank), hint=hint)
+        yield Problem(
+            "invalid-argument",
+            "src_data_rank",
+            found=repr(src_data_rank),
+            hint=f"a rank in the group, 0 to {axis.size - 1}; or None",
+        )
 
 
 def _sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> Iterator[Problem]:
     """Yield weights that an earlier call sharded in another module, and otherwise."""
-    hint = "apply one plan to a module that holds both"
-    reason = "the weight was sharded in another module, which does not share it any more"
     specs = {f.info.where(name): spec for f in plan.modules for name, spec in f.spec.parameters} if is_staged else {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_stale(parameter) and not (is_staged and name not in specs):
             if name in specs and is_shard(current_parameter(parameter), specs[name].split, axis.mesh):
                 continue  # the tie is kept: both modules will hold the one shard
-            yield Problem("tied-weights", name, found=reason, hint=hint)
+            yield Problem(
+                "tied-weights",
+                name,
+                found="the weight was sharded in another module, which does not share it any more",
+                hint="apply one plan to a module that holds both",
+            )
 
 
 def _compare(
@@ -356,8 +373,12 @@ def _compare(
         for name, p, _ in parameters_of(planned, model.get_submodule(planned.name))
     ]
     lines += [json.dumps(module, sort_keys=True) for module in plan.as_dict["modules"]]
-    hint = "compare apply_plan's arguments, and plan_styles(...).to_json() of both"
-    assert_consistent(axis.group, CALL, [*arguments, *lines, f"digest of the plan: {plan.digest}"], hint=hint)
+    assert_consistent(
+        axis.group,
+        CALL,
+        [*arguments, *lines, f"digest of the plan: {plan.digest}"],
+        hint="compare apply_plan's arguments, and plan_styles(...).to_json() of both",
+    )
 
 
 def _new_parameters(

@@ -191,9 +191,16 @@ def _rows_of_batch(batch: Any, data: TPGroup | None) -> Any:
         if batch.dim() == 0:
             return batch
         if batch.shape[0] % data.size:
-            hint = "every rank of data_mesh takes equally many rows: their gradients are averaged with equal weights"
-            reason = f"{batch.shape[0]} rows over {data.size} ranks"
-            raise PlanError(Problem("does-not-divide", "batch", dim=0, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "does-not-divide",
+                    "batch",
+                    dim=0,
+                    found=f"{batch.shape[0]} rows over {data.size} ranks",
+                    hint="every rank of data_mesh takes equally many rows: their gradients are averaged with equal"
+                    " weights",
+                )
+            )
         return batch.chunk(data.size)[data.rank]
     if isinstance(batch, Mapping):
         return {key: _rows_of_batch(value, data) for key, value in batch.items()}
@@ -251,16 +258,27 @@ class _Names:
                 if keys is None:
                     findings.unchecked[name] = "no counterpart by key_map"
                 elif missing := [key for key in keys if key not in self.full]:
-                    hint = "key_map= gives its name in the original; None leaves it out of the comparison"
-                    reason = f"no {', '.join(missing)} in the original"
-                    problems.append(Problem("unknown-name", name, found=reason, hint=hint))
+                    problems.append(
+                        Problem(
+                            "unknown-name",
+                            name,
+                            found=f"no {', '.join(missing)} in the original",
+                            hint="key_map= gives its name in the original; None leaves it out of the comparison",
+                        )
+                    )
                 else:
                     used |= {id(self.full[key]) for key in keys}
                     self.parameters.setdefault(tied[0], (parameter, tuple(self.full[key] for key in keys)))
         for name, parameter in self.full.items():
             if id(parameter) not in used:
-                hint = "the sharded model has no parameter for it: key_map= names the one that stands for it"
-                problems.append(Problem("unknown-name", name, found="in the original alone", hint=hint))
+                problems.append(
+                    Problem(
+                        "unknown-name",
+                        name,
+                        found="in the original alone",
+                        hint="the sharded model has no parameter for it: key_map= names the one that stands for it",
+                    )
+                )
         for name, buffer in sharded.named_buffers():
             name = _clean(name)
             keys = _mapped(name, key_map) or ()
@@ -354,8 +372,11 @@ def _compare_outputs(output: Any, wanted: Any, data: TPGroup | None, findings: F
         reference = other if start is None else other[start : start + own.shape[0]]
         placed = _full(own, tuple(reference.shape), data)
         if placed is None:
-            detail = f"shape {tuple(own.shape)} of {tuple(reference.shape)}, a layout that does not show"
-            findings.differ("output", name, detail=detail)
+            findings.differ(
+                "output",
+                name,
+                detail=f"shape {tuple(own.shape)} of {tuple(reference.shape)}, a layout that does not show",
+            )
             continue
         full, layout = placed
         if data is not None and start is None and other.dim() == 0 and own.is_floating_point():
@@ -459,8 +480,11 @@ def _compare_gradients(names: _Names, findings: Findings, limit: float) -> float
         assert gradient is not None
         placed = _full(gradient, tuple(wanted.shape), None, like=parameter)
         if placed is None:
-            detail = f"shape {tuple(gradient.shape)} of {tuple(wanted.shape)}: key_map= names what it consists of"
-            findings.differ("gradient", name, detail=detail)
+            findings.differ(
+                "gradient",
+                name,
+                detail=f"shape {tuple(gradient.shape)} of {tuple(wanted.shape)}: key_map= names what it consists of",
+            )
             continue
         pairs.append((name, placed[0], wanted))
     # True zeros (the bias of keys before a softmax) are rounding in both models: the floor is of all gradients.
@@ -472,8 +496,12 @@ def _compare_gradients(names: _Names, findings: Findings, limit: float) -> float
     _raise_on_all("the norm of the gradients", fault)
     assert ours_norm is not None
     if abs(ours_norm - norm) > limit * max(norm, ours_norm):
-        detail = f"{ours_norm:.6g}, {norm:.6g} originally: plain tensors that hold shards count as replicas"
-        findings.differ("gradient-norm", "all gradients", abs(ours_norm - norm) / max(norm, 1e-30), detail)
+        findings.differ(
+            "gradient-norm",
+            "all gradients",
+            abs(ours_norm - norm) / max(norm, 1e-30),
+            f"{ours_norm:.6g}, {norm:.6g} originally: plain tensors that hold shards count as replicas",
+        )
     return norm
 
 
@@ -591,8 +619,14 @@ def _agreed(findings: Findings, norm: float | None) -> ComparedModels:
         raise CheckError(problems, f"{len(worst)} differences from the original{more}:")
     unchecked = {name: reason for other in everyone for name, reason in other.unchecked.items()}
     if not findings.compared:
-        hint = "pass a batch, and models that return tensors"
-        raise CheckError(Problem("check-mismatch", SUBJECT, found="nothing could be compared", hint=hint))
+        raise CheckError(
+            Problem(
+                "check-mismatch",
+                SUBJECT,
+                found="nothing could be compared",
+                hint="pass a batch, and models that return tensors",
+            )
+        )
     return ComparedModels(findings.compared, tuple(f"{name} ({why})" for name, why in unchecked.items()), norm)
 
 
@@ -619,5 +653,11 @@ def _as_problems(what: str, fault: Exception | None) -> tuple[tuple[Problem, ...
     if isinstance(fault, PlanError):
         return fault.problems, not isinstance(fault, CheckError)
     lines = str(fault).splitlines() or [""]
-    hint = "call the model alone with this batch first"
-    return (Problem("check-raises", what, found=f"{type(fault).__name__}: {lines[0]}", hint=hint),), False
+    return (
+        Problem(
+            "check-raises",
+            what,
+            found=f"{type(fault).__name__}: {lines[0]}",
+            hint="call the model alone with this batch first",
+        ),
+    ), False

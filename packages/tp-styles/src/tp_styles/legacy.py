@@ -49,13 +49,15 @@ def input_and_mesh(input: object, device_mesh: DeviceMesh | None) -> tuple[torch
     # Hooks pass the tuple of all inputs, and the first one is meant.
     tensor = input[0] if isinstance(input, tuple | list) and input else input
     if device_mesh is None and not isinstance(tensor, DTensor):
-        problem = Problem("missing-mesh", "input", hint="pass device_mesh=")
-        raise StyleInputError(problem, "device_mesh is not passed nor can be inferred")
+        raise StyleInputError(
+            Problem("missing-mesh", "input", hint="pass device_mesh="), "device_mesh is not passed nor can be inferred"
+        )
     mesh = _one_dim("input", tensor, device_mesh, StyleInputError)
     if not isinstance(tensor, torch.Tensor):
-        summary = f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(tensor)}!"
-        hint = "the first input of the module has to be a tensor"
-        raise StyleInputError(Problem("wrong-type", "input", hint=hint), summary)
+        raise StyleInputError(
+            Problem("wrong-type", "input", hint="the first input of the module has to be a tensor"),
+            f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(tensor)}!",
+        )
     return tensor, mesh
 
 
@@ -66,21 +68,25 @@ def output_and_mesh(output: object, device_mesh: DeviceMesh | None) -> tuple[DTe
         StyleOutputError: Not a DTensor, a mesh with several dims, or another mesh than the DTensor's.
     """
     if not isinstance(output, DTensor):
-        summary = f"Expect output of Tensor Parallel to be a DTensor, but found {type(output)}."
-        hint = "prepare the module's input as a DTensor"
-        raise StyleOutputError(Problem("wrong-type", "output", hint=hint), summary)
+        raise StyleOutputError(
+            Problem("wrong-type", "output", hint="prepare the module's input as a DTensor"),
+            f"Expect output of Tensor Parallel to be a DTensor, but found {type(output)}.",
+        )
     return output, _one_dim("output", output, device_mesh, StyleOutputError)
 
 
 def _one_dim(what: str, tensor: Any, mesh: DeviceMesh | None, kind: Kind) -> DeviceMesh:
     mesh = tensor.device_mesh if mesh is None else mesh
     if mesh.ndim != 1:
-        summary = f"device_mesh has dims {mesh.ndim} but expected to be 1 for {what}."
-        raise kind(Problem("invalid-mesh", what, hint='pass one axis of it, for example mesh["tp"]'), summary)
+        raise kind(
+            Problem("invalid-mesh", what, hint='pass one axis of it, for example mesh["tp"]'),
+            f"device_mesh has dims {mesh.ndim} but expected to be 1 for {what}.",
+        )
     if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
-        summary = f"The {what} is a DTensor on {tensor.device_mesh}, and device_mesh is {mesh}."
-        hint = "redistribute keeps a DTensor on its own mesh; pass that mesh"
-        raise kind(Problem("mesh-mismatch", what, hint=hint), summary)
+        raise kind(
+            Problem("mesh-mismatch", what, hint="redistribute keeps a DTensor on its own mesh; pass that mesh"),
+            f"The {what} is a DTensor on {tensor.device_mesh}, and device_mesh is {mesh}.",
+        )
     return mesh
 
 
@@ -205,9 +211,10 @@ def make_sharded_output_tensor(output: DTensor, _device_mesh: DeviceMesh | None 
     """
     output, _ = output_and_mesh(output, _device_mesh)
     if any(isinstance(placement, Partial) for placement in output.placements):  # it has no local meaning
-        summary = f"The output is a partial sum ({output.placements}): its local tensor is not a shard of the result."
-        hint = "use make_output_tensor or make_output_reshard_tensor"
-        raise StyleOutputError(Problem("partial-value", "output", hint=hint), summary)
+        raise StyleOutputError(
+            Problem("partial-value", "output", hint="use make_output_tensor or make_output_reshard_tensor"),
+            f"The output is a partial sum ({output.placements}): its local tensor is not a shard of the result.",
+        )
     return output.to_local()
 
 
@@ -306,9 +313,13 @@ class PairwiseParallel(ParallelStyle):
             if issubclass(kind, nn.MultiheadAttention) and not any(is_below(name, parent) for parent in parents)
         ]
         if not parents and not problems:
-            hint = "name the layers: ColwiseParallel for the first and RowwiseParallel for the second"
             problems.append(
-                Problem("module-kind", info.where(), found="no module with two linear layers right below it", hint=hint)
+                Problem(
+                    "module-kind",
+                    info.where(),
+                    found="no module with two linear layers right below it",
+                    hint="name the layers: ColwiseParallel for the first and RowwiseParallel for the second",
+                )
             )
         children = [pair for parent in parents for pair in self._pairs(_linears(parent, kinds))]
         return StyleSpec(compute="none", children=tuple(children), problems=tuple(problems))
@@ -337,5 +348,9 @@ def _linears(parent: str, kinds: dict[str, type[nn.Module]]) -> list[str]:
 
 
 def _attention(info: ModuleInfo, name: str = "") -> Problem:
-    hint = "its projections are one fused weight; a pair of linear layers is not what it holds"
-    return Problem("module-kind", info.where(name), found="nn.MultiheadAttention", hint=hint)
+    return Problem(
+        "module-kind",
+        info.where(name),
+        found="nn.MultiheadAttention",
+        hint="its projections are one fused weight; a pair of linear layers is not what it holds",
+    )

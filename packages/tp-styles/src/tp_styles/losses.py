@@ -51,8 +51,14 @@ def sharded_cross_entropy(
     options: Any = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     problems = []
     if logits.shape[:-1] != target.shape or target.dim() != 2:
-        hint = f"one class for each token of this rank: {list(logits.shape[:-1])}, two dims"
-        problems.append(Problem("shape-mismatch", "target", found=str(list(target.shape)), hint=hint))
+        problems.append(
+            Problem(
+                "shape-mismatch",
+                "target",
+                found=str(list(target.shape)),
+                hint=f"one class for each token of this rank: {list(logits.shape[:-1])}, two dims",
+            )
+        )
     if reduction not in ("mean", "sum", "none"):
         problems.append(Problem("invalid-argument", "reduction", found=repr(reduction), hint='"mean", "sum" or "none"'))
     if mesh.ndim != 1:
@@ -205,17 +211,34 @@ def _vocabulary(logits: DTensor, mesh: DeviceMesh | None, num_classes: int | Non
     """
     problems = []
     if tuple(logits.placements) not in ((Shard(logits.dim() - 1),), (Shard(-1),)):
-        hint = (
-            "logits.redistribute(placements=[Shard(-1)]) of a 1-D mesh; on a mesh with a data-parallel axis pass"
-            ' logits.to_local() of this rank\'s batch with mesh=mesh["tp"]'
+        problems.append(
+            Problem(
+                "layout-mismatch",
+                "logits",
+                found=str(logits.placements),
+                hint="logits.redistribute(placements=[Shard(-1)]) of a 1-D mesh; on a mesh with a data-parallel axis"
+                " pass"
+                ' logits.to_local() of this rank\'s batch with mesh=mesh["tp"]',
+            )
         )
-        problems.append(Problem("layout-mismatch", "logits", found=str(logits.placements), hint=hint))
     if mesh is not None and mesh != logits.device_mesh:
-        hint = "leave it out: the logits have a mesh"
-        problems.append(Problem("mesh-mismatch", "mesh", found=f"{mesh}, logits on {logits.device_mesh}", hint=hint))
+        problems.append(
+            Problem(
+                "mesh-mismatch",
+                "mesh",
+                found=f"{mesh}, logits on {logits.device_mesh}",
+                hint="leave it out: the logits have a mesh",
+            )
+        )
     if num_classes not in (None, logits.shape[-1]):
-        reason = f"{num_classes}, logits of {logits.shape[-1]} classes"
-        problems.append(Problem("shape-mismatch", "num_classes", found=reason, hint="leave it out"))
+        problems.append(
+            Problem(
+                "shape-mismatch",
+                "num_classes",
+                found=f"{num_classes}, logits of {logits.shape[-1]} classes",
+                hint="leave it out",
+            )
+        )
     if problems:
         raise PlanError(problems)
     return logits.device_mesh, logits.shape[-1]
@@ -228,8 +251,14 @@ def _local_replica(x: torch.Tensor) -> torch.Tensor:
         PlanError: It is a sharded DTensor.
     """
     if isinstance(x, DTensor) and not all(placement.is_replicate() for placement in x.placements):
-        hint = "target and weight are the same on every rank: redistribute(placements=[Replicate()])"
-        raise PlanError(Problem("layout-mismatch", "target or weight", found=str(x.placements), hint=hint))
+        raise PlanError(
+            Problem(
+                "layout-mismatch",
+                "target or weight",
+                found=str(x.placements),
+                hint="target and weight are the same on every rank: redistribute(placements=[Replicate()])",
+            )
+        )
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -258,8 +287,14 @@ def _check(
             )
         )
     if logits.shape[:-1] != target.shape:
-        hint = f"one class for each token: {tuple(logits.shape[:-1])}; classes are the last dim of the logits"
-        problems.append(Problem("shape-mismatch", "target", found=str(tuple(target.shape)), hint=hint))
+        problems.append(
+            Problem(
+                "shape-mismatch",
+                "target",
+                found=str(tuple(target.shape)),
+                hint=f"one class for each token: {tuple(logits.shape[:-1])}; classes are the last dim of the logits",
+            )
+        )
     if weight is not None and weight.shape != (classes,):
         problems.append(
             Problem("shape-mismatch", "weight", found=str(tuple(weight.shape)), hint=f"all {classes} on every rank")
@@ -285,10 +320,12 @@ def _highest(logits: torch.Tensor, axis: TPGroup, *, even: bool) -> torch.Tensor
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=axis.group)
         most, least = flat[-2].item(), -flat[-1].item()
         if most != least:
-            hint = "pass num_classes=, the global number"
             raise PlanError(
                 Problem(
-                    "uneven-shards", "num_classes", found=f"shards of {int(least)} to {int(most)} classes", hint=hint
+                    "uneven-shards",
+                    "num_classes",
+                    found=f"shards of {int(least)} to {int(most)} classes",
+                    hint="pass num_classes=, the global number",
                 )
             )
         return flat[:-2].view(highest.shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from tp_styles._shared.sharding_info import Section as Section
 from tp_styles.problems import Problem
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)

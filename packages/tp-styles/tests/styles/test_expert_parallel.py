@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from tp_styles.problems import StyleInputError
-from tp_styles.runtime.token_exchange import AllToAllDispatcher, RoutedTokens, exchange_counts
+from tp_styles.runtime.experts import AllToAllDispatcher, RoutedTokens, exchange_counts
 
 # float64: sums in another order than one process has them.
 ATOL = 1e-12

@@ -12,8 +12,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import Shard
 from tp_styles.problems import CheckError
-from tp_styles.runtime.experts import ExpertForward
-from tp_styles.runtime.token_exchange import AllToAllDispatcher, RoutedTokens
+from tp_styles.runtime.experts import AllToAllDispatcher, ExpertForward, RoutedTokens
 from tp_styles.values import ModuleInfo, StyleSpec
 
 COUNT = 4

@@ -190,9 +190,8 @@ def _install_optimizer(
     fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
     stack.callback(setattr, optimizer, "state", optimizer.state)
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as torch's optimizers expect
-    for (owner, fqn), entries in fakes.states.items():
-        if owner == number and entries:
-            state[fakes.params[fqn]] = dict(entries)
+    own = {fqn: entries for (owner, fqn), entries in fakes.states.items() if owner == number and entries}
+    state.update({fakes.params[fqn]: dict(entries) for fqn, entries in own.items()})
     optimizer.state = state
     for group in optimizer.param_groups:
         stack.callback(group.update, dict(group))  # undone at the end of the trace
@@ -310,9 +309,15 @@ def collect_outputs(
         if not isinstance(leaf, nn.Module | Optimizer | torch.Tensor):
             hidden = [x for x in Reach(leaf).tensors if isinstance(x, FakeTensor)]
             if hidden:  # in a closure, a generator's frame
-                reason = f"its result has a {type(leaf).__name__} that holds tensors, which no later call would fill"
-                hint = "return the tensors themselves, or in a dict, a dataclass or an object's attributes"
-                raise PlanError(Problem("unsupported-argument", "result", found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "unsupported-argument",
+                        "result",
+                        found=f"its result has a {type(leaf).__name__} that holds tensors, which no later call "
+                        "would fill",
+                        hint="return the tensors themselves, or in a dict, a dataclass or an object's attributes",
+                    )
+                )
         if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
             leaves[position] = _Position(len(values))  # filled in after each run
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
@@ -339,9 +344,14 @@ def collect_outputs(
                     if value is not old:  # updates in place need no output
                         new.append((value, Output("state", fqn, key, number)))
                 elif value != old and not (old is None and value is None):
-                    hint = "keep what changes in tensors or numbers"
-                    reason = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
-                    raise PlanError(Problem("python-state", fqn, found=reason, hint=hint))
+                    raise PlanError(
+                        Problem(
+                            "python-state",
+                            fqn,
+                            found=f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes",
+                            hint="keep what changes in tensors or numbers",
+                        )
+                    )
     new += [(value, Output("hyper", key=hyper)) for hyper, value in written.items()]
     for module in step_state.reads.modules:
         left_there = [(key, value) for key, value in vars(module).items() if isinstance(value, FakeTensor)]

@@ -107,15 +107,20 @@ def _open(name: str, leaf: Any) -> Any:
     if hasattr(type(leaf), "__array_interface__"):  # of NumPy, or with its memory interface
         raise _refused(name, f"a {type(leaf).__name__}", "pass torch.as_tensor(array)")
     if isinstance(leaf, Iterator):
-        reason = f"{type(leaf).__name__}: tracing would take one value from it, and every call would reuse that value"
-        raise _refused(name, reason, "call next() outside, and pass what it gives")
+        raise _refused(
+            name,
+            f"{type(leaf).__name__}: tracing would take one value from it, and every call would reuse that value",
+            "call next() outside, and pass what it gives",
+        )
     values = _fields(leaf)
     if values is None:
         tokens = () if callable(leaf) else fingerprint([leaf, *attributes_of(leaf).values()])
         if any(isinstance(item, ById) and isinstance(item.held, torch.Tensor) for item in tokens):
-            hint = "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node"
-            reason = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
-            raise _refused(name, reason, hint)
+            raise _refused(
+                name,
+                f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace",
+                "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node",
+            )
         return leaf
     return _opened(leaf, values, lambda value: _open_leaves(name, *pytree.tree_flatten(value)))
 
@@ -304,12 +309,19 @@ def changes_recorded(optimizers: list[Optimizer]) -> Iterator[dict[Hyperparamete
             if isinstance(group.get(key), SYMBOLS) and isinstance(old.get(key), SYMBOLS):
                 written[Hyperparameter(number, index, key)] = group[key]
                 continue
-            name = f"optim{number}.param_groups[{index}][{key!r}]"
-            problems.append(Problem("hyperparameter-changed", name, found="the step changes it", hint=hint))
+            problems.append(
+                Problem(
+                    "hyperparameter-changed",
+                    f"optim{number}.param_groups[{index}][{key!r}]",
+                    found="the step changes it",
+                    hint=hint,
+                )
+            )
     for number, (optimizer, table) in enumerate(tables):
         if [*map(id, optimizer.param_groups)] != [*map(id, table)]:
             optimizer.param_groups[:] = table
-            reason = "the step adds or removes a group"
-            problems.append(Problem("hyperparameter-changed", f"optim{number}", found=reason, hint=hint))
+            problems.append(
+                Problem("hyperparameter-changed", f"optim{number}", found="the step adds or removes a group", hint=hint)
+            )
     if problems:
         raise PlanError(problems, "the step changes hyperparameters")

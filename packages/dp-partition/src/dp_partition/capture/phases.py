@@ -178,8 +178,9 @@ class RandomReplay(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _refused(self, found: str) -> PlanError:
-        hint = "draw outside of the checkpointed block"
-        return PlanError(Problem("random-replay", self.name, found=found, hint=hint))
+        return PlanError(
+            Problem("random-replay", self.name, found=found, hint="draw outside of the checkpointed block")
+        )
 
 
 def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:

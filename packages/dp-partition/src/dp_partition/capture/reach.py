@@ -16,7 +16,7 @@ import itertools
 import logging
 import random
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -92,13 +92,40 @@ class Reach:
         for container in self.containers:
             is_keyed = isinstance(container, keys)
             values: Iterable[Any] = container.values() if isinstance(container, dict) else ()
-            for x in itertools.islice(container, _MOST):
-                if is_keyed and id(x) in ids:
-                    result.add(id(x))
-            for x in itertools.chain(itertools.islice(container, _MOST), itertools.islice(values, _MOST)):
-                if type(x) is int and x in numbers:
-                    result.add(numbers[x])
+            result |= {id(x) for x in itertools.islice(container, _MOST) if is_keyed and id(x) in ids}
+            every = itertools.chain(itertools.islice(container, _MOST), itertools.islice(values, _MOST))
+            result |= {numbers[x] for x in every if type(x) is int and x in numbers}
         return result
+
+    def repoint(
+        self, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]], convert: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Replace old parameters by new ones, in groups, state, lists and dicts; ``swap`` has both by old id.
+
+        ``convert`` takes state of an old parameter's shape to the layout of the new one.
+        """
+
+        def new(value: Any) -> Any:
+            return swap[id(value)][1] if id(value) in swap else value
+
+        for table in self.tables:
+            if isinstance(table, list | collections.deque) and any(id(value) in swap for value in table):
+                values = [new(value) for value in table]
+                table.clear()  # in place: other objects hold the list
+                table.extend(values)
+            elif isinstance(table, set) and any(id(value) in swap for value in table):
+                members = [new(value) for value in table]
+                table.clear()
+                table.update(members)
+            elif isinstance(table, dict) and any(id(k) in swap or id(v) in swap for k, v in table.items()):
+                items = [(key, new(key), new(value)) for key, value in table.items()]
+                table.clear()
+                for old, key, value in items:
+                    if key is not old and isinstance(value, dict):  # state of an optimizer
+                        for entry, x in value.items():
+                            if isinstance(x, torch.Tensor) and x.ndim and x.shape == old.shape:
+                                value[entry] = convert(x)
+                    table[key] = value
 
     def _visit(self, value: Any, depth: int) -> None:
         if depth < 0 or value is None or isinstance(value, _LEAVES) or id(value) in self.seen:

@@ -100,9 +100,14 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
         if inner:
             # Its state would be rebound to no placed parameter, and start again in each call.
-            reason = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
-            hint = "pass the inner optimizer to the step, and write there what the outer one does around it"
-            problems.append(Problem("not-traceable", f"optimizer {number}", found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "not-traceable",
+                    f"optimizer {number}",
+                    found=f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}",
+                    hint="pass the inner optimizer to the step, and write there what the outer one does around it",
+                )
+            )
         hint = "pass the module that holds it as an argument of the train step"
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
@@ -115,8 +120,14 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
                     step_state.params[name] = param
                     in_models.add(id(param))
                 else:
-                    reason = f"tensor of shape {tuple(param.shape)} that no module argument holds"
-                    problems.append(Problem("parameter-not-in-module", name, found=reason, hint=hint))
+                    problems.append(
+                        Problem(
+                            "parameter-not-in-module",
+                            name,
+                            found=f"tensor of shape {tuple(param.shape)} that no module argument holds",
+                            hint=hint,
+                        )
+                    )
     if problems:
         raise PlanError(problems)
     return step_state
@@ -261,9 +272,8 @@ def shared_memory(tensors: dict[str, Any]) -> list[Problem]:
         start = tensor.storage_offset() * tensor.element_size()
         end = start + (last + 1) * tensor.element_size()
         owners_of_storage = owners.setdefault(tensor.untyped_storage()._cdata, [])
-        for other, from_, to in owners_of_storage:
-            if start < to and from_ < end:
-                hint = "tie them by assigning the same Parameter, or give one of them a copy"
-                problems.append(Problem("shared-memory", name, found=f"shares memory with {other}", hint=hint))
+        hint = "tie them by assigning the same Parameter, or give one of them a copy"
+        shared = [other for other, from_, to in owners_of_storage if start < to and from_ < end]
+        problems += [Problem("shared-memory", name, found=f"shares memory with {n}", hint=hint) for n in shared]
         owners_of_storage.append((name, start, end))
     return problems

@@ -283,12 +283,19 @@ def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
         return Problem("parameter-in-closure", name, found=f"a parameter: {reason}{user_line(error)}", hint=hint)
     if "pickle" in text[0]:
         reason = "it pickles tensors, as torch.save does, which have no values while it is traced"
-        hint = "save between two calls: with step.unsharded(): torch.save(model.state_dict(), path)"
-        return Problem("not-traceable", name, found=reason + user_line(error), hint=hint)
+        return Problem(
+            "not-traceable",
+            name,
+            found=reason + user_line(error),
+            hint="save between two calls: with step.unsharded(): torch.save(model.state_dict(), path)",
+        )
     if optimizer:
-        hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
-        reason = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
-        return Problem("not-traceable", name, found=reason, hint=hint)
+        return Problem(
+            "not-traceable",
+            name,
+            found=f"the optimizer {optimizer} cannot be traced: {text[0][:300]}",
+            hint="use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ...",
+        )
     hint = "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
     if not asks_for_values(error):
         hint = "the step runs on tensors without values while it is traced; the error names the line that needs one"
@@ -324,19 +331,35 @@ def _check_graph(name: str, module: fx.GraphModule, optimizer: frozenset[str]) -
         if node.target is torch.ops.aten._local_scalar_dense.default and not node.users:
             # A list or a log would get it only once. A hyperparameter may be without use in this step.
             if node.name not in optimizer and "input" not in meta_of(node.args[0]):
-                hint = "return it from the step, and keep or print it outside"
-                reason = f"a number read with {node.target} leaves the step"
-                problems.append(Problem("value-kept", name, found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "value-kept",
+                        name,
+                        found=f"a number read with {node.target} leaves the step",
+                        hint="return it from the step, and keep or print it outside",
+                    )
+                )
             continue
         value = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             continue
         if node.target is TAG_GRAD and value.layout != torch.strided:
-            hint = "use dense gradients (sparse=False)"
-            problems.append(Problem("sparse-gradient", str(node.args[1]), found=f"{value.layout}", hint=hint))
+            problems.append(
+                Problem(
+                    "sparse-gradient",
+                    str(node.args[1]),
+                    found=f"{value.layout}",
+                    hint="use dense gradients (sparse=False)",
+                )
+            )
         if node.op == "get_attr" and value.requires_grad and not isinstance(value, FakeTensor):
-            hint = "pass the module that holds it as an argument of the train step"
-            reason = f"a tensor of shape {tuple(value.shape)} that requires grad is reached through a closure"
-            problems.append(Problem("parameter-in-closure", str(node.target), found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "parameter-in-closure",
+                    str(node.target),
+                    found=f"a tensor of shape {tuple(value.shape)} that requires grad is reached through a closure",
+                    hint="pass the module that holds it as an argument of the train step",
+                )
+            )
     if problems:
         raise PlanError(problems[:8], "the step cannot be a graph")

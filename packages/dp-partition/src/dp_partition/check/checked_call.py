@@ -118,8 +118,12 @@ class CheckedCall:
         if uncopied:
             # Otherwise a generator's first batch, say, would be used for ever, without any check.
             self.advance(again=True)
-            hint = "pass it to the step as an argument, or its value; check='never' runs the graph without any check"
-            problem = Problem("check-error", self.runner.name, found="; ".join(uncopied)[:600], hint=hint)
+            problem = Problem(
+                "check-error",
+                self.runner.name,
+                found="; ".join(uncopied)[:600],
+                hint="pass it to the step as an argument, or its value; check='never' runs the graph without any check",
+            )
             raise CheckMismatch([problem], "the step cannot be compared with its eager run")
         if copied is None or reasons:
             return self.unchecked(reasons[0][1])
@@ -358,8 +362,9 @@ class CheckedCall:
         if reason not in self.runner.schedule.unchecked:
             self.runner.schedule.unchecked.append(reason)
             if "memory" in reason:
-                text = f"{self.runner.name} is not checked against its eager run: {reason}"
-                warn_on_first(self.runner.mesh, text, stacklevel=2)
+                warn_on_first(
+                    self.runner.mesh, f"{self.runner.name} is not checked against its eager run: {reason}", stacklevel=2
+                )
 
 
 def free_bytes(device_type: str) -> int:

@@ -361,13 +361,11 @@ def numbers_of(step_state: StepState) -> dict[str, Any]:
     states = states_by_id(step_state.optimizers)
     for number, optimizer in enumerate(step_state.optimizers):
         for index, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if isinstance(value, bool | int | float | str | tuple):
-                    numbers[f"optim{number}.param_groups[{index}][{key!r}]"] = value
-        for param, state in states[number].items():
-            for entry, value in state.items():
-                if isinstance(value, bool | int | float | str) and param in names:
-                    numbers[state_name(number, names[param], entry)] = value
+            plain = {key: value for key, value in group.items() if isinstance(value, bool | int | float | str | tuple)}
+            numbers |= {f"optim{number}.param_groups[{index}][{key!r}]": value for key, value in plain.items()}
+        for param in [param for param in states[number] if param in names]:
+            plain = {k: v for k, v in states[number][param].items() if isinstance(v, bool | int | float | str)}
+            numbers |= {state_name(number, names[param], entry): value for entry, value in plain.items()}
     return numbers
 
 
@@ -430,10 +428,9 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
         error = relative_error(got, want, before=before, noise=floor)
         if error > tolerance(want):
             mismatches.append(Difference(name, error, first_difference(got, want)))
-    for name, number in reference.numbers.items():
-        if name in graph.numbers and not _equal(graph.numbers[name], number):
-            mismatches.append(Difference(name, math.inf, f"{graph.numbers[name]!r}, expected {number!r}"))
-    return mismatches
+    pairs = {name: (graph.numbers[name], want) for name, want in reference.numbers.items() if name in graph.numbers}
+    unlike = {name: pair for name, pair in pairs.items() if not _equal(*pair)}
+    return mismatches + [Difference(n, math.inf, f"{got!r}, expected {want!r}") for n, (got, want) in unlike.items()]
 
 
 def measure(name: str, outcome: Outcome, reference: Outcome) -> float:

@@ -1,4 +1,5 @@
 """The eager way: a step without a trace runs as written, on placed parameters.
 
-`reducer` averages gradients in each backward pass, `shards` places parameters by FSDP2, `step` runs a call.
+`reducer` averages gradients in each backward pass and lets ranks meet, `shards` places parameters by FSDP2, `step` runs
+a call.
 """

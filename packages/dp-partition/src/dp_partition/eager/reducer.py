@@ -10,7 +10,8 @@ for the end of the pass and carries flags of newly reached parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,20 +20,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from dp_partition._shared.consensus import device_types, named_collective
+from dp_partition._shared.consensus import device_types, named_collective, ranks_of
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
     after_backward,
+    flat_group,
     flatten,
     foreach_copy_,
+    group_like,
     hooks_after_accumulation,
     unflatten,
 )
 from dp_partition.passes.bucketing import divisors
 from dp_partition.plan.plan import CommConfig
+from dp_partition.runtime.state import HeldMemory
 
-_RUNNING, _FINISHED, _FAILED = range(3)
+_RUNNING, _FINISHED, _FAILED = range(3)  # states of a rank that meets its peers
 _DENSE, _SPARSE = 1, 2  # kinds of gradients; 0: none
 _FIRST_BUCKET = 1 << 20  # small, so that communication starts early
 CAUGHT = "the step has caught an error of a backward pass"
@@ -40,6 +46,42 @@ LOCAL_HOOK = "has a hook that would see this rank's gradient before it is averag
 HOOK_HINT = "read gradients behind backward, or in a hook of the optimizer (register_step_pre_hook)"
 
 _Message = tuple[torch.Tensor, dist.Work]
+_RANKS_DECIDE = "decide on values that are equal on all ranks, for example after dist.all_reduce"
+
+
+class Meetings:
+    """Exchanges of states: all ranks of a group are in one state, or all raise. A rank that has raised tells so."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+        self.group, self.device, self.name = group, device, name
+        self.has_raised = False  # whether all ranks have raised by a message of the present call
+
+    def send(self, state: int, digests: Iterable[int] = ()) -> _Message:
+        """Start the exchange of a state, and of digests to compare."""
+        row = [number for value in (state, *digests) for number in (value, -value)]
+        message = torch.tensor(row, device=self.device)
+        work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None
+        return message, work
+
+    def receive(self, message: _Message, call: int, subject: str, apart: str, hint: str) -> list[bool]:
+        """Return for each digest whether it is the same on all ranks.
+
+        Raises:
+            PlanError: On every rank: ``rank-failed`` if one has raised; ``ranks-diverge``, with the texts ``apart`` and
+                ``hint``, if ranks are in other states.
+        """
+        row, work = message
+        with named_collective(subject):
+            work.wait()
+        highest, negative_lowest, *digests = row.tolist()
+        self.has_raised = highest == _FAILED or highest != -negative_lowest
+        if highest == _FAILED:
+            reason, hint = f"another rank raised in call {call}", "see the traceback of that rank"
+            raise PlanError(Problem("rank-failed", self.name, found=reason, hint=hint))
+        if self.has_raised:
+            raise PlanError(Problem("ranks-diverge", self.name, found=apart, hint=hint))
+        return [most == -negative for most, negative in zip(digests[::2], digests[1::2], strict=True)]
 
 
 @dataclass
@@ -82,7 +124,6 @@ class _Call:
     index: int = 0  # the number of the present pass
     meets: bool = False  # whether ranks meet at the start of each pass and at the end
     runs: bool = False  # whether the step runs now
-    has_raised: bool = False  # whether all ranks have raised by a message
 
 
 class GradientReducer:
@@ -100,7 +141,9 @@ class GradientReducer:
         self._passes_of: dict[int, list[_Pass]] = {}  # of each step over these parameters
         self._call = _Call()
         has_cpu = "cpu" in device_types(dist.get_backend_config(group))
-        self._message_device = torch.device("cpu") if has_cpu or not real else self.parameters[0].device
+        self._meetings = Meetings(
+            group, torch.device("cpu") if has_cpu or not real else self.parameters[0].device, name
+        )
         # On a GPU flags beside the gradients would make the host wait for it in each pass.
         self._flags_apart = has_cpu and any(p.device.type != "cpu" for p in self.parameters)
         self._handles = []
@@ -125,8 +168,9 @@ class GradientReducer:
         """Run one call of a step in the block. A rank that raises makes its peers raise, in this call."""
         passes = self._passes_of.setdefault(number, [])
         # A message on the CPU costs little. One of NCCL would make the host wait for the device in each call.
-        meets = self._call.number == 0 or self._message_device.type == "cpu"
+        meets = self._call.number == 0 or self._meetings.device.type == "cpu"
         self._call = call = _Call(self._call.number + 1, passes, meets=meets)
+        self._meetings.has_raised = False
         for backward in passes:
             backward.reset()
         if not self.parameters or self.world == 1:
@@ -140,40 +184,21 @@ class GradientReducer:
             if any(backward.arrived for backward in passes):  # gradients of some parameters are this rank's alone
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         except Exception as error:
-            if not call.has_raised:
+            if not self._meetings.has_raised:
                 self._leave(error)
             raise
         finally:
             call.runs = False
         if call.meets:
-            self._check(self._meet(_FINISHED))
+            self._check(self._meetings.send(_FINISHED))
 
     # ---- meetings of ranks ------------------------------------------------------------------------------------------
 
-    def _meet(self, state: int) -> _Message:
-        row = torch.tensor([state == other for other in range(3)], dtype=torch.uint8, device=self._message_device)
-        work = dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        assert work is not None
-        return row, work
-
     def _check(self, message: _Message) -> None:
-        """Raise on every rank unless all are in the same pass or all at the end.
-
-        Raises:
-            PlanError: ``rank-failed`` or ``ranks-diverge``.
-        """
-        row, work = message
-        with named_collective(f"{self.name}, call {self._call.number}"):
-            work.wait()
-        runs, ends, fails = row.tolist()
-        self._call.has_raised = bool(fails or (runs and ends))
-        if fails:
-            reason = f"another rank raised in call {self._call.number}"
-            raise PlanError(Problem("rank-failed", self.name, found=reason, hint="see the traceback of that rank"))
-        if runs and ends:
-            reason = "ranks run different numbers of backward passes, so their gradients do not belong together"
-            hint = "decide on values that are equal on all ranks, for example after dist.all_reduce"
-            raise PlanError(Problem("ranks-diverge", self.name, found=reason, hint=hint))
+        """Raise on every rank unless all are in the same pass or all at the end."""
+        call = self._call.number
+        apart = "ranks run different numbers of backward passes, so their gradients do not belong together"
+        self._meetings.receive(message, call, f"{self.name}, call {call}", apart, _RANKS_DECIDE)
 
     def _leave(self, error: Exception) -> None:
         """Meet the peers once more, at their next exchange, to make them raise too."""
@@ -181,14 +206,14 @@ class GradientReducer:
         try:
             if current.entry is not None:
                 current.entry[1].wait()
-                if current.entry[0].tolist() != [1, 0, 0]:
+                if any(current.entry[0].tolist()):
                     return  # the peers are not in this pass, and raise by this message
             if current.arrived and current.is_known:
                 self._send(current, failed=True)
             elif current.arrived:
                 self._exchange(current.arrived, failed=True)
             elif self._call.meets:
-                self._meet(_FAILED)[1].wait()
+                self._meetings.send(_FAILED)[1].wait()
         except RuntimeError as other:
             error.add_note(f"the other ranks could not be told: {other}")
 
@@ -204,15 +229,21 @@ class GradientReducer:
             return  # a backward pass of one rank between two calls is its own
         current = self._current()
         if parameter.grad.is_sparse and current.is_known and index not in current.sparse:  # type: ignore[union-attr]
-            hint = "use sparse=False in the embedding"
-            raise PlanError(Problem("sparse-gradient", self.names[index], found="dense in earlier calls", hint=hint))
+            raise PlanError(
+                Problem(
+                    "sparse-gradient",
+                    self.names[index],
+                    found="dense in earlier calls",
+                    hint="use sparse=False in the embedding",
+                )
+            )
         if current.arrived and current.end() is None:  # autograd drops the callback with a pass that failed
             raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         if not current.arrived:
             end = partial(self._finalize_backward)  # held by autograd alone
             current.end = weakref.ref(end)
             after_backward(end)
-            current.entry = self._meet(_RUNNING) if self._call.meets else None
+            current.entry = self._meetings.send(_RUNNING) if self._call.meets else None
             current.are_in = current.entry is None
         bucket = current.bucket_of.get(index)
         if bucket is not None and index not in current.arrived:
@@ -220,7 +251,7 @@ class GradientReducer:
         current.arrived.add(index)
         if not current.are_in:  # nothing is sent before all ranks are in this pass
             assert current.entry is not None
-            current.are_in = current.entry[1].is_completed() and current.entry[0].tolist() == [1, 0, 0]
+            current.are_in = current.entry[1].is_completed() and not any(current.entry[0].tolist())
             if not current.are_in:
                 return
         # Buckets are sent in order, and the last one at the end: the order is the same whatever each rank reaches.
@@ -326,9 +357,15 @@ class GradientReducer:
 
     def _raise_if_failed(self, failed: bool) -> None:
         if failed:
-            self._call.has_raised = True
-            reason = f"another rank raised in backward pass {self._call.index} of call {self._call.number}"
-            raise PlanError(Problem("rank-failed", self.name, found=reason, hint="see the traceback of that rank"))
+            self._meetings.has_raised = True
+            raise PlanError(
+                Problem(
+                    "rank-failed",
+                    self.name,
+                    found=f"another rank raised in backward pass {self._call.index} of call {self._call.number}",
+                    hint="see the traceback of that rank",
+                )
+            )
 
     # ---- first runs of a pass ---------------------------------------------------------------------------------------
 
@@ -337,7 +374,7 @@ class GradientReducer:
         grads = [parameter.grad for parameter in self.parameters]
         kinds = [_SPARSE if grad is not None and grad.is_sparse else _DENSE for grad in grads]
         row = [failed, *(kind * (index in arrived) for index, kind in enumerate(kinds))]
-        flags = torch.tensor(row, dtype=torch.uint8, device=self._message_device)
+        flags = torch.tensor(row, dtype=torch.uint8, device=self._meetings.device)
         with named_collective(f"{self.name}, call {self._call.number}"):
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         some_failed, *reached = flags.tolist()
@@ -362,3 +399,87 @@ class GradientReducer:
             buckets[at].members.append(index)
             sizes[at] += size
         return buckets
+
+
+class PlacedShards:
+    """The parameters in shards of a step, with their memory and the number of writes to each."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, name: str) -> None:
+        self.mesh, self.parameters = mesh, {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+        self.digest = self.results = 0  # of the shards written in all calls; of the sharded results of the last call
+        self.versions: list[int] = []  # of the shards, at the start of the present call
+        self.leaving: Any = None  # the message of a rank that has raised, until its peers read it
+        group = flat_group(mesh)
+        is_met = bool(self.parameters) and mesh.size() > 1
+        self.meets = is_met and "cpu" in device_types(dist.get_backend_config(group))
+        device = next(iter(self.parameters.values())).device if is_met and not self.meets else torch.device("cpu")
+        self.meetings = Meetings(group_like(group, ranks_of(mesh)) if self.meets else group, device, name)
+        self.memory = HeldMemory(self.parameters)
+
+    def check_assigned(self) -> None:
+        """Raise for ``p.data = ...`` on a parameter in shards between two calls: a DTensor ignores it.
+
+        Raises:
+            PlanError: ``parameter-replaced``, with the names.
+        """
+        if problems := self.memory.moved():
+            raise PlanError(problems)
+
+    def are_in(self, roots: Iterable[nn.Module]) -> bool:
+        """Return True if modules hold all shards. FSDP2 would put back a parameter that the caller has removed."""
+        held = {id(p) for root in roots for module in root.modules() for p in module._parameters.values()}
+        return held.issuperset(map(id, self.parameters.values()))
+
+    def start_call(self) -> None:
+        self.meetings.has_raised, self.versions = False, [p._version for p in self.parameters.values()]
+
+    def note_written(self) -> None:
+        """Add the shards that the call has written to the digest of all calls, whether it has raised or not."""
+        written = bytes([p._version != old for p, old in zip(self.parameters.values(), self.versions, strict=True)])
+        self.digest = zlib.crc32(written, self.digest)
+
+    def end_call(self, call: int, results: list[DTensor], *, always: bool) -> None:
+        """Meet the peers at the end of a call.
+
+        Without a CPU backend ranks meet in few calls alone, as the host would wait for the device in each.
+
+        Args:
+            call: Its number.
+            results: Sharded tensors in the step's result, in order.
+            always: Meet in this call in any case.
+
+        Raises:
+            PlanError: On every rank: ``ranks-diverge`` where ranks have written other shards since they met last, or
+                return other results; ``rank-failed`` if one has raised.
+        """
+        self.results = zlib.crc32(repr([(x.shape, x.dtype, x.placements) for x in results]).encode())
+        if not self.parameters or self.mesh.size() == 1 or not (self.meets or always):
+            return
+        same_update, same_results = self._meet(_FINISHED, call, f"the end of call {call}")
+        if not same_update:
+            reason = f"ranks have updated different parameters by call {call}: one has skipped an optimizer step"
+            hint = f"{_RANKS_DECIDE}; shards are of different calls now: load a checkpoint"
+            raise PlanError(Problem("ranks-diverge", self.meetings.name, found=reason, hint=hint))
+        if not same_results:
+            reason = f"ranks return other tensors in call {call}, whose shards only all of them can gather"
+            raise PlanError(Problem("ranks-diverge", self.meetings.name, found=reason, hint=_RANKS_DECIDE))
+
+    def meet_in_call(self, call: int) -> None:
+        """Meet in the middle of a call, before a pickle gathers a shard that a peer may not gather.
+
+        Raises:
+            PlanError: On every rank: ``rank-failed``, or ``ranks-diverge`` where some rank has ended the call.
+        """
+        if self.meets:
+            self._meet(_RUNNING, call, f"a pickle of a shard in call {call}")
+
+    def _meet(self, state: int, call: int, subject: str) -> list[bool]:
+        message = self.meetings.send(state, (self.digest, self.results))
+        apart = f"some ranks alone pickle a shard in call {call}, which only all of them can gather"
+        hint = "torch.save on every rank, or between two calls within unsharded()"
+        return self.meetings.receive(message, call, f"{self.meetings.name}, {subject}", apart, hint)
+
+    def leave(self) -> None:
+        """Make peers raise where they meet next in their call, without a wait for them: they may be elsewhere."""
+        if self.meets and not self.meetings.has_raised:
+            self.leaving = self.meetings.send(_FAILED, (self.digest, self.results))

@@ -202,7 +202,7 @@ def _update(optimizer: Optimizer, place: Place | None, full: Collection[int]) ->
             swap[id(parameter)][1].grad = place(gradient)
         parameter.grad = gradient
     before = [parameter.detach().clone() for parameter in parameters]
-    repoint(Reach(copied), swap, lambda value: place(value) if place is not None else value)
+    Reach(copied).repoint(swap, lambda value: place(value) if place is not None else value)
     # WholeMatrices has planned its messages for full tensors.
     silent = nullcontext() if place is not None else _NoCommunication()  # type: ignore[no-untyped-call]
     with random_state_restored(), ClosedTraps(), silent:
@@ -211,35 +211,6 @@ def _update(optimizer: Optimizer, place: Place | None, full: Collection[int]) ->
             type(copied).step(copied)
     after = [p.full_tensor() if isinstance(p, DTensor) else p for g in copied.param_groups for p in g["params"]]
     return [new.detach() - old for new, old in zip(after, before, strict=True)]
-
-
-def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]], convert: Place) -> None:
-    """Replace old parameters by new ones, in groups, state, lists and dicts of a walk; ``swap`` has both by old id.
-
-    ``convert`` takes state of an old parameter's shape to the layout of the new one.
-    """
-
-    def new(value: Any) -> Any:
-        return swap[id(value)][1] if id(value) in swap else value
-
-    for table in reach.tables:
-        if isinstance(table, list | collections.deque) and any(id(value) in swap for value in table):
-            values = [new(value) for value in table]
-            table.clear()  # in place: other objects hold the list
-            table.extend(values)
-        elif isinstance(table, set) and any(id(value) in swap for value in table):
-            members = [new(value) for value in table]
-            table.clear()
-            table.update(members)
-        elif isinstance(table, dict) and any(id(k) in swap or id(v) in swap for k, v in table.items()):
-            items = [(key, new(key), new(value)) for key, value in table.items()]
-            table.clear()
-            for old, key, value in items:
-                if key is not old and isinstance(value, dict):  # state of an optimizer
-                    for entry, x in value.items():
-                        if isinstance(x, torch.Tensor) and x.ndim and x.shape == old.shape:
-                            value[entry] = convert(x)
-                table[key] = value
 
 
 def shard(
@@ -268,7 +239,7 @@ def shard(
         vars(successor).update({key: own for key, own in vars(old).items() if key not in vars(successor)})
         if old.grad is not None:
             successor.grad = place(old.grad)
-    repoint(reach, swap, place)
+    reach.repoint(swap, place)
     for name, parameter in parameters.items():
         if id(parameter) in swap:  # freed; one missed by the walk raises when used, in a backward pass as well
             parameter.grad = None
@@ -290,9 +261,14 @@ class _Retired(nn.Parameter):
 
 
 def _raise_retired(name: str, *_: Any) -> NoReturn:
-    reason = "a shard has replaced it; an object outside of the step's arguments and globals holds the old one"
-    hint = 'keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"'
-    raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
+    raise PlanError(
+        Problem(
+            "parameter-replaced",
+            name,
+            found="a shard has replaced it; an object outside of the step's arguments and globals holds the old one",
+            hint='keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"',
+        )
+    )
 
 
 def placement_of(mesh: DeviceMesh) -> Place:
@@ -322,9 +298,14 @@ def _refuse_writes(unit: nn.Module, full: Iterable[nn.Parameter]) -> None:
         for changed, name, *_ in set(_memory(own)).difference(seen):
             if changed in ids:
                 continue
-            hint = 'use style="replicate", or write the parameter outside of forward'
-            reason = "a forward writes or moves a gathered parameter"
-            raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "parameter-replaced",
+                    name,
+                    found="a forward writes or moves a gathered parameter",
+                    hint='use style="replicate", or write the parameter outside of forward',
+                )
+            )
 
     unit.register_forward_pre_hook(torch.compiler.disable(before))
     unit.register_forward_hook(torch.compiler.disable(after), prepend=True)  # before FSDP2 frees it
@@ -405,19 +386,32 @@ class ClosedTraps:
                 return reduced_in_step(args[0], *args[1:])
             elif func == cls._SET_DATA:
                 if not isinstance(args[1], DTensor):
-                    hint = 'write in place under torch.no_grad(), or use style="replicate"'
-                    reason = "`.data =` with a plain tensor, where the parameter lies in shards"
-                    raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
+                    raise PlanError(
+                        Problem(
+                            "parameter-replaced",
+                            found="`.data =` with a plain tensor, where the parameter lies in shards",
+                            hint='write in place under torch.no_grad(), or use style="replicate"',
+                        )
+                    )
                 with torch.no_grad():
                     args[0].detach().copy_(args[1])
                 return None
             elif name == "register_hook" and isinstance(args[0], nn.Parameter):
-                hint = 'use register_post_accumulate_grad_hook, or style="replicate"'
-                reason = "a gradient hook on a parameter in shards would never run"
-                raise PlanError(Problem("parameter-hooks", found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "parameter-hooks",
+                        found="a gradient hook on a parameter in shards would never run",
+                        hint='use register_post_accumulate_grad_hook, or style="replicate"',
+                    )
+                )
             if is_written(name) and (name == "__setitem__" or args[0] in cls._views):
-                reason, hint = f"a view of shards is written ({name})", 'write full tensors, or use style="replicate"'
-                raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "parameter-replaced",
+                        found=f"a view of shards is written ({name})",
+                        hint='write full tensors, or use style="replicate"',
+                    )
+                )
             result = reduced_first(func, args, kwargs)
             if name in cls._VIEWS:
                 cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))

@@ -26,12 +26,10 @@ from torch.distributed.tensor import DTensor
 from dp_partition._shared.consensus import all_gather_objects, assert_consistent, ranks_of, tensor_hashes
 from dp_partition._shared.page import human_bytes
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._shared.stale_parameters import mark_stale
 from dp_partition._torch_compat import (
     flat_group,
     hooks_after_accumulation,
     is_backward_unfinished,
-    parameter_like,
     pytree,
     remove_fsdp,
     reset_fsdp,
@@ -40,8 +38,7 @@ from dp_partition.capture.inputs import close_arguments, open_result
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import without_data, wrapped
 from dp_partition.capture.tracer import user_line
-from dp_partition.eager.placed import PlacedShards
-from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer
+from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer, PlacedShards
 from dp_partition.eager.shards import (
     ClosedTraps,
     Units,
@@ -50,7 +47,6 @@ from dp_partition.eager.shards import (
     place_loaded_state,
     placement_of,
     plan_units,
-    repoint,
     run_unlike,
     shard,
     together,
@@ -179,8 +175,14 @@ class EagerStep:
         """
         result = self.steps[number].function(*args, **kwargs)
         if any(parameter.requires_grad for parameter in self.new_parameters(self.modules)):
-            reason, hint = "the call has made a parameter, whose gradients nobody averages", "make it between two calls"
-            raise PlanError(Problem("model-changed", self.name, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "model-changed",
+                    self.name,
+                    found="the call has made a parameter, whose gradients nobody averages",
+                    hint="make it between two calls",
+                )
+            )
         return result
 
     def run_placed(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,9 +225,14 @@ class EagerStep:
             reset_fsdp(units)
             if isinstance(error, NotImplementedError) and "c10d" in str(error):
                 operator = str(error).partition("Operator ")[2].partition(" ")[0]
-                reason = f"torch.distributed runs {operator} on a shard{user_line(error)}"
-                hint = 'gradients are averaged already: leave it out; or use style="replicate", which runs it'
-                raise PlanError(Problem("unsupported-argument", self.name, found=reason, hint=hint)) from error
+                raise PlanError(
+                    Problem(
+                        "unsupported-argument",
+                        self.name,
+                        found=f"torch.distributed runs {operator} on a shard{user_line(error)}",
+                        hint='gradients are averaged already: leave it out; or use style="replicate", which runs it',
+                    )
+                ) from error
             if "mixed torch.Tensor and DTensor" in str(error):
                 way = 'what an observed call 1 does keeps parameters full: do it there too, or use style="replicate"'
                 error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")
@@ -308,11 +315,16 @@ class EagerStep:
         problems = wrapped([(type(root).__name__, root) for root in reach.modules], parameters)
         problems += without_data(parameters)
         if not parameters:
-            reason, hint = "no model in its arguments, closure or globals", "pass the model to the step"
-            problems.append(Problem("wrong-type", self.name, found=reason, hint=hint))
-        for fqn, parameter in parameters.items():
-            if self.reducer is None and hooks_after_accumulation(parameter):
-                problems.append(Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT))
+            problems.append(
+                Problem(
+                    "wrong-type",
+                    self.name,
+                    found="no model in its arguments, closure or globals",
+                    hint="pass the model to the step",
+                )
+            )
+        hooked = [fqn for fqn, p in parameters.items() if self.reducer is None and hooks_after_accumulation(p)]
+        problems += [Problem("parameter-hooks", fqn, found=LOCAL_HOOK, hint=HOOK_HINT) for fqn in hooked]
         lines = [] if problems else [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
         # Buffers of modules that have run are each rank's own.
         fresh = [m for root in reach.modules for m in root.modules() if m not in self.adopted]
@@ -361,26 +373,14 @@ class EagerStep:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
         if self.placed is not None:
             reach = self.reach(others, self.modules, self.placed.optimizers)
-            swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
-            parameter: Any
             for unit in self.placed.units.modules:
                 remove_fsdp(unit)
-            tables = [inner._parameters for root in self.modules for inner in root.modules()]
-            # Behind load_state_dict(assign=True) the optimizer holds parameters that no module has.
-            placed = [*self.parameters.values(), *(p for table in tables for p in table.values() if p is not None)]
-            for parameter in placed:
-                if isinstance(parameter, DTensor) and id(parameter) not in swap:  # tied parameters stay one
-                    plain = parameter_like(state.full_tensor(parameter), parameter)
-                    plain.grad = None if parameter.grad is None else state.full_tensor(parameter.grad)
-                    swap[id(parameter)] = parameter, plain
-            for table in tables:  # those of TorchScript cannot be updated, and hold no shard
-                if plain_again := {key: swap[id(p)][1] for key, p in table.items() if id(p) in swap}:
-                    table.update(plain_again)
-            repoint(reach, swap, state.full_tensor)
-            reason = "was this rank's shard before release()"
-            hint = "rebuild lists of parameters, and optimizers that no call was given, from model.parameters()"
-            for old, _ in swap.values():
-                mark_stale(old, Problem("parameter-replaced", found=reason, hint=hint))
+            problem = Problem(
+                "parameter-replaced",
+                found="was this rank's shard before release()",
+                hint="rebuild lists of parameters, and optimizers that no call was given, from model.parameters()",
+            )
+            state.install_full(self.modules, self.parameters.values(), reach, lambda _: problem)
             for handle in self.placed.handles:
                 handle.remove()
         if self.reducer is not None:

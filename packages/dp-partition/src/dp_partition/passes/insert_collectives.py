@@ -167,9 +167,14 @@ class Inserter:
         if self.mover.world == 1 or Replicate() not in pytree.tree_leaves(plan.output):
             return
         if not isinstance(plan.output, Placement):
-            hint = "draw the numbers with torch.rand_like or dropout of a tensor that carries the batch"
-            reason = "draws numbers that all ranks share, and returns several tensors"
-            raise PlanError(Problem("random-replay", f"node {node.name} ({node.target})", found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "random-replay",
+                    f"node {node.name} ({node.target})",
+                    found="draws numbers that all ranks share, and returns several tensors",
+                    hint="draw the numbers with torch.rand_like or dropout of a tensor that carries the batch",
+                )
+            )
         with self.module.graph.inserting_after(node):
             shared = self.mover.call(aten.copy_.default, node, node)  # the source is set below
         with self.module.graph.inserting_before(shared):
@@ -254,8 +259,13 @@ class Inserter:
             self.versions[relative] = versions
 
     def lost(self, node: fx.Node, source: fx.Node) -> PlanError:
-        reason = f"writes to a redistributed copy of {source.name}, and later operators read {source.name} itself"
-        return PlanError(Problem("shared-memory", f"node {node.name} ({node.target})", found=reason))
+        return PlanError(
+            Problem(
+                "shared-memory",
+                f"node {node.name} ({node.target})",
+                found=f"writes to a redistributed copy of {source.name}, and later operators read {source.name} itself",
+            )
+        )
 
     def repeat_view(self, view: fx.Node, before: fx.Node) -> fx.Node:
         """Take a view of its base again. It was a view of another copy than the written one."""
@@ -431,8 +441,14 @@ class _Recorder(fx.Interpreter):
             value = super().run_node(n)
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:400]
-            hint = "this is a defect of dp-partition's rule for the operator"
-            raise PlanError(Problem("shape-mismatch", f"node {n.name} ({n.target})", found=text, hint=hint)) from error
+            raise PlanError(
+                Problem(
+                    "shape-mismatch",
+                    f"node {n.name} ({n.target})",
+                    found=text,
+                    hint="this is a defect of dp-partition's rule for the operator",
+                )
+            ) from error
         n.meta["val"] = value
         n.meta.pop("tensor_meta", None)  # of the global value
         return value

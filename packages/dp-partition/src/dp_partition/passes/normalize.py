@@ -8,6 +8,7 @@ torch decomposes. An operator without rule and decomposition stays, and runs on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -236,9 +237,7 @@ def _var_mean(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return variance and mean from sums: over a sharded batch partial ones, with global counts."""
     dims = list(dim) if dim else list(range(source.ndim))
-    count = 1
-    for d in dims:
-        count *= source.shape[d]
+    count = math.prod(source.shape[d] for d in dims)
     mean = source.sum(dims, keepdim=True) / count
     centred = source - mean
     free = count - (1 if correction is None else correction)

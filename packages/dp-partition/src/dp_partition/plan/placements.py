@@ -179,8 +179,14 @@ def parse_style(style: str | DataParallelStyle) -> DataParallelStyle:
         return style
     names = [member.name.lower() for member in DataParallelStyle]
     if style.lower() not in names:
-        hint = f"use one of {', '.join(map(repr, names))} or a DataParallelStyle"
-        raise PlanError(Problem("invalid-argument", "style", found=repr(style), hint=hint))
+        raise PlanError(
+            Problem(
+                "invalid-argument",
+                "style",
+                found=repr(style),
+                hint=f"use one of {', '.join(map(repr, names))} or a DataParallelStyle",
+            )
+        )
     return DataParallelStyle[style.upper()]
 
 
@@ -222,8 +228,9 @@ def without_compiler(function: Callable[..., Any], mesh: DeviceMesh) -> Callable
     """Return the function as it runs: of one under `torch.compile` the original, with a warning."""
     original = uncompiled(function)
     if original is not function:
-        text = f"{name_of(original)}: of a compiled step the original runs; compile the model"
-        warn_on_first(mesh, text, stacklevel=4)
+        warn_on_first(
+            mesh, f"{name_of(original)}: of a compiled step the original runs; compile the model", stacklevel=4
+        )
     return original
 
 

@@ -93,15 +93,29 @@ class Settings:
             *choice("check", self.check, ("sampled", "first", "never")),
         ]
         if self.semantics == "global" and self.accumulate > 1:
-            text = f"accumulate={self.accumulate}, global semantics"
-            result.append(Problem("cannot-accumulate", "accumulate", found=text, hint="use semantics='local'"))
+            result.append(
+                Problem(
+                    "cannot-accumulate",
+                    "accumulate",
+                    found=f"accumulate={self.accumulate}, global semantics",
+                    hint="use semantics='local'",
+                )
+            )
         if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:  # rules know one axis
-            text = "hybrid, global semantics"
-            result.append(Problem("conflicting-arguments", "style", found=text, hint="use semantics='local'"))
+            result.append(
+                Problem(
+                    "conflicting-arguments", "style", found="hybrid, global semantics", hint="use semantics='local'"
+                )
+            )
         if self.dynamic and (self.semantics, self.accumulate) != ("local", 1):
-            hint = "leave it out, each length takes a trace then; or use local semantics, without accumulate"
-            text = f"semantics={self.semantics!r}, accumulate={self.accumulate}"
-            result.append(Problem("conflicting-arguments", "mark_dynamic", found=text, hint=hint))
+            result.append(
+                Problem(
+                    "conflicting-arguments",
+                    "mark_dynamic",
+                    found=f"semantics={self.semantics!r}, accumulate={self.accumulate}",
+                    hint="leave it out, each length takes a trace then; or use local semantics, without accumulate",
+                )
+            )
         result += reduction_problems(self.comm.reduce_dtype)
         if self.accumulate < 1 or self.comm.prefetch < 0 or self.comm.bucket_bytes < 0:
             result.append(Problem("invalid-argument", "accumulate, prefetch or bucket_mb", found="a number too small"))
@@ -112,16 +126,21 @@ def reduction_problems(dtype: object) -> list[Problem]:
     """Return a problem for a dtype in which no gradient is reduced, such as an integer one."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype in _REDUCED_DTYPES):
         return []
-    hint = f"use one of {', '.join(map(str, _REDUCED_DTYPES))}"
-    return [Problem("invalid-argument", "reduce_dtype", found=repr(dtype), hint=hint)]
+    return [
+        Problem(
+            "invalid-argument",
+            "reduce_dtype",
+            found=repr(dtype),
+            hint=f"use one of {', '.join(map(str, _REDUCED_DTYPES))}",
+        )
+    ]
 
 
 def choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Problem]:
     """Return a problem for an argument that has none of the allowed values."""
     if value in allowed:
         return []
-    hint = f"use one of {', '.join(map(repr, allowed))}"
-    return [Problem("invalid-argument", name, found=repr(value), hint=hint)]
+    return [Problem("invalid-argument", name, found=repr(value), hint=f"use one of {', '.join(map(repr, allowed))}")]
 
 
 def not_placed(name: str) -> PlanError:
@@ -310,16 +329,21 @@ def plan_placements(
             used.update(p for p in patterns if any(fnmatch.fnmatchcase(n, p) for n in names))
             placement = patterns[pattern]
             if not isinstance(placement, Replicate) and (placement != Shard(0) or not info.shape):
-                text, hint = f"{placement!r} for shape {list(info.shape)}", "use Replicate() or Shard(0)"
-                problems.append(Problem("invalid-layout", info.name, found=text, hint=hint))  # passes shard dim 0 only
+                problems.append(
+                    Problem(
+                        "invalid-layout",
+                        info.name,
+                        found=f"{placement!r} for shape {list(info.shape)}",
+                        hint="use Replicate() or Shard(0)",
+                    )
+                )  # passes shard dim 0 only
             chosen = (placement, placement, placement, f"placements[{pattern!r}]")  # parameter, gradient, state
         else:
             chosen = placements_by_style(info.shape, style, world)
         planned.append(ParamPlan(info, *chosen, aliases=tuple(others.get(info.name, ()))))
-    for pattern in patterns:
-        if pattern not in used:
-            hint = "patterns are matched against full names with fnmatch"
-            problems.append(Problem("unmatched-pattern", pattern, found="matches no parameter", hint=hint))
+    hint = "patterns are matched against full names with fnmatch"
+    unused = [pattern for pattern in patterns if pattern not in used]
+    problems += [Problem("unmatched-pattern", name, found="matches no parameter", hint=hint) for name in unused]
     return PartitionPlan(style, semantics, world, tuple(planned), tuple(problems), replicas, reduction)
 
 

@@ -166,8 +166,9 @@ def reconcile(binding: Binding) -> OptimizerReads:
         if now is step_state.buffers[name]:
             continue
         if slot != name:
-            reason = f"is no longer the buffer that {name} is"
-            raise ModelChangedError(Problem("tied-weights", slot, found=reason, hint=REPLACED))
+            raise ModelChangedError(
+                Problem("tied-weights", slot, found=f"is no longer the buffer that {name} is", hint=REPLACED)
+            )
         step_state.buffers[name] = now
         if overlaps := shared_memory(step_state.buffers):
             raise PlanError(overlaps)
@@ -179,9 +180,14 @@ def reconcile(binding: Binding) -> OptimizerReads:
             for param in group["params"]:
                 fqn = binding.names.get(id(param))
                 if fqn is None:
-                    reason = f"holds a tensor of shape {tuple(param.shape)} that is not a placed parameter"
-                    code, name = "parameter-not-in-module", f"optimizer {number}"
-                    raise ModelChangedError(Problem(code, name, found=reason, hint=REPLACED))
+                    raise ModelChangedError(
+                        Problem(
+                            "parameter-not-in-module",
+                            f"optimizer {number}",
+                            found=f"holds a tensor of shape {tuple(param.shape)} that is not a placed parameter",
+                            hint=REPLACED,
+                        )
+                    )
                 if param.requires_grad or id(param) in states:
                     state, seen = states.get(id(param)), binding.seen.get((number, fqn))
                     # The same objects as at the last call still have their layout: the usual case.
@@ -213,15 +219,25 @@ def _reconcile_state(
             continue  # numbers and scalars need no placement
         if isinstance(value, DTensor):
             if value.device_mesh != binding.mesh or tuple(value.placements) != tuple(wanted):
-                reason = f"lies as {tuple(value.placements)} on {value.device_mesh}, not as {tuple(wanted)}"
-                hint = "load it into the state that is there, or load full tensors"
-                problems.append(Problem("state-device", f"{fqn} {key}", found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "state-device",
+                        f"{fqn} {key}",
+                        found=f"lies as {tuple(value.placements)} on {value.device_mesh}, not as {tuple(wanted)}",
+                        hint="load it into the state that is there, or load full tensors",
+                    )
+                )
         elif value.shape == param.shape:
             state[key] = binding.place_state(fqn, value, full=True)
         if key in shapes and state[key].shape != shapes[key]:
-            reason = f"has shape {tuple(state[key].shape)}, and had {tuple(shapes[key])}"
-            hint = "load state that was saved for this model"
-            problems.append(Problem("shape-mismatch", f"{fqn} {key}", found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "shape-mismatch",
+                    f"{fqn} {key}",
+                    found=f"has shape {tuple(state[key].shape)}, and had {tuple(shapes[key])}",
+                    hint="load state that was saved for this model",
+                )
+            )
     if not problems:
         binding.seen[number, fqn] = tuple(state.values())
         binding.state_shapes[number, fqn] = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}

@@ -3,16 +3,20 @@
 A file of one rank's shards lacks the rows of all others, and a plain process cannot load it. Within a step of
 `distribute` all ranks run the same line, so a shard is gathered there, as for ``item()``. Between calls rank 0 may be
 alone: a replicated tensor is written as a plain one, and a shard raises. DCP pickles no DTensor.
+
+A DTensor that is computed of a placed one, such as ``weight.half()``, has no mark of ours. But it lies on the same mesh
+object, so placed tensors get a mesh of their own (`own_mesh`), which is equal to the caller's and refuses pickle.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -33,13 +37,29 @@ class Pickled:
 
     def __call__(self, protocol: Any) -> Any:
         if self.full is None:
-            reason = "lies in shards: a file of this rank lacks the rows of the others"
-            hint = (
-                "with step.unsharded(): torch.save(model.state_dict(), path), on every rank; for shards, and for an "
-                "optimizer, torch.distributed.checkpoint.save(get_state_dict(model, optimizer))"
-            )
-            raise PlanError(Problem("already-applied", f"a pickle of {self.name}", found=reason, hint=hint))
+            raise _refused(self.name, "lies in shards: a file of this rank lacks the rows of the others")
         return self.full.__reduce_ex__(protocol)
+
+
+def _refused(name: str, found: str) -> PlanError:
+    hint = (
+        "with step.unsharded(): torch.save(model.state_dict(), path), on every rank; for shards, and for an optimizer, "
+        "torch.distributed.checkpoint.save(get_state_dict(model, optimizer))"
+    )
+    return PlanError(Problem("already-applied", f"a pickle of {name}", found=found, hint=hint))
+
+
+def _refuse_on_mesh(protocol: Any) -> NoReturn:
+    raise _refused("a DTensor", "is placed, or computed of placed parameters: a file may lack the rows of other ranks")
+
+
+def own_mesh(mesh: Any) -> DeviceMesh:
+    """Return an equal mesh, whose tensors are not pickled. Those on the caller's mesh are pickled as ever."""
+    if not isinstance(mesh, DeviceMesh) or PICKLE in vars(mesh):  # a fake one of `estimate`; one of a shared step
+        return mesh  # type: ignore[no-any-return]
+    own = object.__new__(DeviceMesh)
+    vars(own).update({**vars(mesh), PICKLE: _refuse_on_mesh, COPY: lambda memo: own})  # copies of tensors share it
+    return own
 
 
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -25,6 +25,7 @@ from dp_partition._shared.dtensor import as_dtensor
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from dp_partition._torch_compat import parameter_like, pytree, storage_keys, without_fsdp, without_fsdp_in
+from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
@@ -33,8 +34,8 @@ from dp_partition.runtime.saving import COPY, PICKLE, mark_parameters, mark_stat
 
 ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
 ASSIGN_HINT = "write in place under torch.no_grad(), as p.copy_(values) does, or within unsharded(); then call again"
-
-
+NO_GRADIENT = "another parameter has replaced it in the model: no gradient reaches this one"
+REBUILD = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
 REPLACED = "the step's next call takes it over if all ranks have it; or call release() before the change"
 
 
@@ -172,9 +173,7 @@ class Binding:
         fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
         for number, optimizer in enumerate(self.step_state.optimizers):
             state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-            for fqn, entries in states[number].items():
-                if entries:
-                    state[params[fqn]] = entries
+            state.update({params[fqn]: entries for fqn, entries in states[number].items() if entries})
             # State of parameters that are the caller's own, in a group added since, stays.
             state.update({param: own for param, own in optimizer.state.items() if id(param) not in fqn_of})
             for group in optimizer.param_groups:
@@ -183,10 +182,8 @@ class Binding:
         for _, module, attribute, name in self.param_slots:  # under every name, unless the caller has put another there
             if name in params and module._parameters.get(attribute) is self.step_state.params[name]:
                 module._parameters[attribute] = params[name]
-        reason = "another parameter has replaced it in the model: no gradient reaches this one"
-        hint = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
         for fqn, old in self.step_state.params.items():
-            mark_stale(old, Problem("parameter-replaced", fqn, found=reason, hint=hint), params.get(fqn))
+            mark_stale(old, Problem("parameter-replaced", fqn, found=NO_GRADIENT, hint=REBUILD), params.get(fqn))
         self.step_state.params = dict(params)
         self.names = {id(param): fqn for fqn, param in params.items()}
         self.memory = HeldMemory(params)
@@ -308,27 +305,45 @@ def release(binding: Binding, others: Collection[Optimizer] = ()) -> None:
     """
     if binding.is_unsharded:
         raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
-    tables: list[dict[str, Any]] = [m._parameters for _, root in binding.step_state.modules for m in root.modules()]
-    own = {id(p) for p in binding.step_state.params.values()}
-    put = {id(p): p for table in tables for p in table.values() if isinstance(p, DTensor) and id(p) not in own}
-    old = [*binding.step_state.params.values(), *put.values()]
-    copies = [parameter_like(copy, p) for copy, p in zip(full_copies(old, binding.mesh), old, strict=True)]
-    plain = dict(zip(binding.step_state.params, copies, strict=False))
-    states: list[dict[str, dict[Any, Any]]] = [{} for _ in binding.step_state.optimizers]
-    for number, fqn, state in binding.step_state.states():
-        states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-    binding.install(plain, states)
-    swap = dict(zip(put, copies[len(plain) :], strict=True))
-    for old_id, new in swap.items():  # an optimizer may have been made of them
-        reason, hint = "was this rank's shard before the model was placed anew", "pass the optimizer to the step"
-        mark_stale(put[old_id], Problem("parameter-replaced", found=reason, hint=hint), new)
-    for table in tables:
-        table.update({key: swap[id(p)] for key, p in table.items() if id(p) in swap})
-    for state in [state for optimizer in others for state in optimizer.state.values()]:
-        state.update({key: full_tensor(x) for key, x in state.items() if isinstance(x, DTensor)})
-    with_current_parameters(others)
+    names, others = binding.names, [*binding.step_state.optimizers, *others]
+
+    def problem(old: torch.Tensor) -> Problem:
+        if id(old) in names:
+            return Problem("parameter-replaced", names[id(old)], found=NO_GRADIENT, hint=REBUILD)
+        reason = "was this rank's shard before the model was placed anew"  # an optimizer may have been made of it
+        return Problem("parameter-replaced", found=reason, hint="pass the optimizer to the step")
+
+    roots = [root for _, root in binding.step_state.modules]
+    install_full(roots, binding.step_state.params.values(), Reach(others), problem)
     for handle in binding.hints:
         handle.remove()
+
+
+def install_full(
+    roots: Iterable[nn.Module], placed: Iterable[torch.Tensor], reach: Reach, stale: Callable[[torch.Tensor], Problem]
+) -> None:
+    """Put full plain parameters, gradients and state in the place of DTensors, in modules and in what a walk has met.
+
+    Args:
+        roots: The modules.
+        placed: Their DTensors, and others: behind ``load_state_dict(assign=True)`` an optimizer alone has some.
+        reach: The walk, over optimizers, lists and dicts.
+        stale: Problem to raise when an old parameter is used.
+    """
+    tables: list[dict[str, Any]] = [m._parameters for root in roots for m in root.modules()]
+    every = [*placed, *(p for table in tables for p in table.values())]
+    old = list({id(p): p for p in every if isinstance(p, DTensor)}.values())  # tied parameters stay one
+    swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+    for parameter, copy in zip(old, full_copies(old, old[0].device_mesh) if old else (), strict=True):
+        plain = parameter_like(copy, parameter)
+        plain.grad = None if parameter.grad is None else full_tensor(parameter.grad)
+        swap[id(parameter)] = parameter, plain
+    for table in tables:  # those of TorchScript cannot be updated, and hold no shard
+        if plain_again := {key: swap[id(p)][1] for key, p in table.items() if id(p) in swap}:
+            table.update(plain_again)
+    reach.repoint(swap, full_tensor)
+    for before, after in swap.values():
+        mark_stale(before, stale(before), after)
 
 
 def with_current_parameters(optimizers: Iterable[Optimizer]) -> None:
@@ -368,9 +383,15 @@ class _Guard:
 
 
 def _refuse_copy(name: str, *_: Any) -> NoReturn:
-    hint = "with step.unsharded(): copy.deepcopy(model), or torch.save(model, path), on every rank: both are plain"
-    reason = "its parameters are placed on the ranks, and a copy does not gather them"
-    raise PlanError(Problem("already-applied", f"a copy of {name}", found=reason, hint=hint))
+    raise PlanError(
+        Problem(
+            "already-applied",
+            f"a copy of {name}",
+            found="its parameters are placed on the ranks, and a copy does not gather them",
+            hint="with step.unsharded(): copy.deepcopy(model), or torch.save(model, path), on every rank: both are "
+            "plain",
+        )
+    )
 
 
 def hook_placed(

@@ -142,9 +142,12 @@ class _Walk:
         # The gradient of a loss with a gradient in it: the rank's own was meant, not the average.
         earlier = {self.from_gradient[source] for source in node.all_input_nodes if source in self.from_gradient}
         if earlier:
-            hint = 'use semantics="global", which takes every derivative of the loss over all rows'
-            reason = f"is the gradient of {gradient_name(node)!r} through the gradient of {min(earlier)!r}"
-            self.complain("not-differentiable", node, reason, hint)
+            self.complain(
+                "not-differentiable",
+                node,
+                f"is the gradient of {gradient_name(node)!r} through the gradient of {min(earlier)!r}",
+                'use semantics="global", which takes every derivative of the loss over all rows',
+            )
         self.from_gradient[node] = gradient_name(node)
 
     def visit_python(self, node: fx.Node) -> None:
@@ -171,9 +174,12 @@ class _Walk:
             if isinstance(state, Partial) and source not in self.from_gradient:
                 self.states[source] = state = R  # the unreduced sum of a parameter's shards
             if isinstance(state, Partial):
-                reason = f"uses the gradient {source.name} with a rank's own values"
-                hint = "under local semantics gradients are averaged over the ranks before anything else uses them"
-                self.complain("gradient-meets-activation", node, reason, hint)
+                self.complain(
+                    "gradient-meets-activation",
+                    node,
+                    f"uses the gradient {source.name} with a rank's own values",
+                    "under local semantics gradients are averaged over the ranks before anything else uses them",
+                )
             inputs[source] = RankLocal() if isinstance(state, RankLocal) else R
             if source in written and not isinstance(state, RankLocal):
                 self.write_per_rank(node, source, inputs)
@@ -188,8 +194,12 @@ class _Walk:
             self.states[target] = inputs[target] = RankLocal()
             self.states[root] = RankLocal()
         elif root.op == "placeholder" and self.storage.types.get(root) in (NodeType.PARAM, NodeType.STATE):
-            reason = f"writes a rank's own value into {root.name}, which all ranks share"
-            self.complain("ranks-diverge", node, reason, "update parameters and optimizer state from gradients only")
+            self.complain(
+                "ranks-diverge",
+                node,
+                f"writes a rank's own value into {root.name}, which all ranks share",
+                "update parameters and optimizer state from gradients only",
+            )
         else:
             self.states[target] = self.states[root] = RankLocal()
             inputs[target] = R
@@ -217,8 +227,12 @@ class _Walk:
             best = cheapest(call, [c for c in candidates if self.may_write(node, c, back=True)])
         if best is None:
             placements = ", ".join(f"{n.name}: {describe(self.states[n])}" for n in sources)
-            hint = "no rule runs this operator on shards and writes its result back; replicate the tensors it writes"
-            self.complain("no-sharding-strategy", node, f"inputs lie as {placements}", hint)
+            self.complain(
+                "no-sharding-strategy",
+                node,
+                f"inputs lie as {placements}",
+                "no rule runs this operator on shards and writes its result back; replicate the tensors it writes",
+            )
             best = Candidate({n: self.states[n] for n in sources}, self.spread(node, R))  # type: ignore[misc]
         inputs = {n: best.inputs.get(n, R) for n in sources}
         # Reduced values are reduced from here on, and written values at the placement of the write.

@@ -18,25 +18,23 @@ from shard_spec._shared.consensus import as_bytes, assert_consistent, mesh_order
 from shard_spec._shared.dtensor import as_dtensor
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.apply.handle import (
+    ExecutionPlan,
+    InfoOnSave,
     Installed,
+    LayGradient,
+    LocalParameter,
     ShardHandle,
+    TensorAction,
     UndoLog,
+    action_of,
     place,
     put,
     run_sharders,
-    undone_on_failure,
-)
-from shard_spec.apply.tensors import (
-    ExecutionPlan,
-    InfoOnSave,
-    LayGradient,
-    LocalParameter,
-    TensorAction,
-    action_of,
     sharding_info,
     tensor_at,
+    undone_on_failure,
 )
-from shard_spec.distributed.exchange import broadcast_, group_or_default, on_all_ranks, source_problems, take
+from shard_spec.distributed import broadcast_, group_or_default, on_all_ranks, source_problems, take
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import ReplicateSpec
@@ -57,44 +55,84 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
             ``no-process-group``, ``mesh-mismatch``: raised on this rank only, since its peers are unknown.
     """
     if not isinstance(mesh, DeviceMesh):
-        text = f"{mesh!r:.40} of type {type(mesh).__qualname__}"
-        hint = "give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')"
-        error = PlanError(Problem("wrong-type", "mesh", found=text, hint=hint))
+        error = PlanError(
+            Problem(
+                "wrong-type",
+                "mesh",
+                found=f"{mesh!r:.40} of type {type(mesh).__qualname__}",
+                hint="give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')",
+            )
+        )
         if group is not None:
             assert_consistent(group_or_default(group), "apply", error=error)
         raise error
     ranks = sorted(mesh.mesh.flatten().tolist())
     if mesh.get_coordinate() is None:
-        text, hint = f"rank {dist.get_rank()} is not on the mesh of ranks {ranks}", "call it on ranks of the mesh only"
-        raise PlanError(Problem("rank-outside-mesh", "mesh", found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "rank-outside-mesh",
+                "mesh",
+                found=f"rank {dist.get_rank()} is not on the mesh of ranks {ranks}",
+                hint="call it on ranks of the mesh only",
+            )
+        )
     if group is None and mesh.ndim == 1:  # groups of one axis exist already
         return mesh.get_group()
     if group is None and len(ranks) < dist.get_world_size():
-        text = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
-        hint = "pass group=, a process group of all ranks of the mesh"
-        raise PlanError(Problem("no-process-group", "group", found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "no-process-group",
+                "group",
+                found=f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks",
+                hint="pass group=, a process group of all ranks of the mesh",
+            )
+        )
     meeting = group_or_default(group)
     members = sorted(dist.get_process_group_ranks(meeting))
     if members != ranks:
-        text, hint = f"a group of ranks {members} for a mesh of ranks {ranks}", "pass the group of the mesh's ranks"
-        raise PlanError(Problem("mesh-mismatch", "group", found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "mesh-mismatch",
+                "group",
+                found=f"a group of ranks {members} for a mesh of ranks {ranks}",
+                hint="pass the group of the mesh's ranks",
+            )
+        )
     return meeting
 
 
 def argument_problems(call: Call, mesh: DeviceMesh, plan_roles: Mapping[str, str]) -> list[Problem]:
     """Report arguments that are wrong or contradict each other, and axes that a plan cannot be applied along."""
     init: object = call.init
-    problems, source = mesh_order_problems(mesh), call.source
-    if source not in SOURCES:
-        hint = f"one of {', '.join(map(repr, SOURCES))}"
-        problems.append(Problem("invalid-argument", "source", found=repr(source), hint=hint))
-    problems += source_problems(call.src_rank, dist.get_world_size(call.group))
-    if init is not None and source != "meta":
-        reason, hint = f"init= with source={source!r}", "init fills meta tensors: use source='meta', or leave it out"
-        problems.append(Problem("conflicting-arguments", "init", found=reason, hint=hint))
-    if not (init is None or callable(init)):
-        hint = "a function init(fqn, tensor), or None"
-        problems.append(Problem("invalid-argument", "init", found=repr(init), hint=hint))
+    source = call.source
+    rules = (
+        (
+            "invalid-argument",
+            source not in SOURCES,
+            "source",
+            repr(source),
+            f"one of {', '.join(map(repr, SOURCES))}",
+        ),
+        (
+            "conflicting-arguments",
+            init is not None and source != "meta",
+            "init",
+            f"init= with source={source!r}",
+            "init fills meta tensors: use source='meta', or leave it out",
+        ),
+        (
+            "invalid-argument",
+            not (init is None or callable(init)),
+            "init",
+            repr(init),
+            "a function init(fqn, tensor), or None",
+        ),
+    )
+    problems = [
+        *mesh_order_problems(mesh),
+        *(Problem(code, name, found=found, hint=hint) for code, wrong, name, found, hint in rules if wrong),
+        *source_problems(call.src_rank, dist.get_world_size(call.group)),
+    ]
     # A layout cannot express that a rank holds none of the layers of another stage.
     hint = "apply one stage's plan on the mesh of that stage, mesh[the other axes]"
     reason = "the stages of a pipeline hold different layers"
@@ -113,9 +151,12 @@ def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
     if same_axes or from_spec:
         order = [mesh.axis_names[layout.mesh.axis_names.index(axis)] for axis in layout.order]
         return Layout(mesh, layout.specs, order)
-    reason = f"a layout on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
-    hint = "give the plan the axes of the mesh, in its order"
-    return Problem("mesh-mismatch", name, found=reason, hint=hint)
+    return Problem(
+        "mesh-mismatch",
+        name,
+        found=f"a layout on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}",
+        hint="give the plan the axes of the mesh, in its order",
+    )
 
 
 def apply_plan(
@@ -222,9 +263,14 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
     resolution = examine(plan, module)
     problems += plan_problems(plan, resolution)
     if plan.output_plan or plan.return_local_tensor:
-        text = "apply changes no forward, so output_plan and return_local_tensor have no effect"
-        hint = "use shard_module, or leave them out"
-        problems.append(Problem("conflicting-arguments", "output_plan", found=text, hint=hint))
+        problems.append(
+            Problem(
+                "conflicting-arguments",
+                "output_plan",
+                found="apply changes no forward, so output_plan and return_local_tensor have no effect",
+                hint="use shard_module, or leave them out",
+            )
+        )
     tensors: list[TensorAction] = []
     compared: dict[str, torch.Tensor] = {}
     for metadata in resolution.metadata.tensors:
@@ -233,18 +279,36 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
             continue  # taken by a Sharder
         tensor = tensor_at(module, name)
         if tensor.is_complex() and tensor.requires_grad and {-1, tensor.ndim - 1} & {*layout.sharded_axes.values()}:
-            text = "complex, and sharded in its last dim: torch's Adam writes to a copy"
-            problems.append(Problem("unsupported-tensor", name, found=text, hint="shard another dim"))
+            problems.append(
+                Problem(
+                    "unsupported-tensor",
+                    name,
+                    found="complex, and sharded in its last dim: torch's Adam writes to a copy",
+                    hint="shard another dim",
+                )
+            )
         for alias in () if layout.is_replicated else metadata.aliases:
             owner = module.get_submodule(alias.rpartition(".")[0])
             if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.scale_grad_by_freq:
                 # DTensor divides by the counts of a part of the ids.
-                hint = "turn the option off, leave the table replicated, or use shard_module"
-                problems.append(Problem("unsupported-option", alias, found="scale_grad_by_freq, sharded", hint=hint))
+                problems.append(
+                    Problem(
+                        "unsupported-option",
+                        alias,
+                        found="scale_grad_by_freq, sharded",
+                        hint="turn the option off, leave the table replicated, or use shard_module",
+                    )
+                )
         bound = on_mesh(layout, spec, name)
         own = None if isinstance(bound, Problem) else bound
-        needed = source == "local" or (source == "scatter" and me == call.src_rank)
-        action, wrong = action_of(tensor, metadata, own, replaces=True, needs_values=needed, local=True)
+        action, wrong = action_of(
+            tensor,
+            metadata,
+            own,
+            replaces=True,
+            needs_values=source == "local" or (source == "scatter" and me == call.src_rank),
+            local=True,
+        )
         problems += [*wrong, bound] if isinstance(bound, Problem) else wrong
         tensors.append(action)
         if source != "scatter":
@@ -374,9 +438,17 @@ def install(
         for parent in list(module.modules()):
             for name in [name for name, child in parent._modules.items() if child is inside]:
                 put(parent._modules, name, new_module, log)
-        reason = f"{type(actions.sharders[path]).__qualname__} replaced this module; its weights may have changed since"
-        hint = "keep a copy of the module to go back to"
-        installed.final.append(Problem("sharder-nesting", path, found=reason, hint=hint))
+        installed.final.append(
+            Problem(
+                "sharder-nesting",
+                path,
+                found=(
+                    f"{type(actions.sharders[path]).__qualname__} replaced this module; its "
+                    "weights may have changed since"
+                ),
+                hint="keep a copy of the module to go back to",
+            )
+        )
     local = [each for each in installed.placed if hasattr(each.value, "_sharding_info")]
     owners = [module.get_submodule(fqn.rpartition(".")[0]) for each in local for _, _, fqn in each.places]
     for owner in dict.fromkeys(owners):  # a module under two names gets one hook

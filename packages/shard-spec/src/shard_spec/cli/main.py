@@ -121,6 +121,11 @@ def _costs(parser: argparse.ArgumentParser, *, page: bool = True) -> None:
     parser.add_argument("--batch", metavar="SxL", help="sequences x length of a global step, for example 512x8192")
     parser.add_argument("--loss", help="causal-lm (default), vocab-parallel or none")
     parser.add_argument("--checkpointing", action="store_true", help="each repeated block is recomputed in backward")
-    batches = "batches before the optimizer's step, 1 by default; --batch is one of them"
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help=batches)
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="batches before the optimizer's step, 1 by default; --batch is one of them",
+    )
     parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")

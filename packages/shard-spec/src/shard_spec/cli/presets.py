@@ -7,17 +7,44 @@ from typing import Any
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "dtype": "bfloat16"}
 _QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "dtype": "bfloat16"}
 _QWEN_MOE = {**_QWEN, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
-_MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 32000, "dtype": "bfloat16"}
-_MIXTRAL |= {"num_local_experts": 8, "num_experts_per_tok": 2}
-_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "dtype": "bfloat16"}
-_OSS |= {"num_experts_per_tok": 4, "tie_word_embeddings": False}
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32000,
+    "dtype": "bfloat16",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201088,
+    "dtype": "bfloat16",
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": False,
+}
 _PLAIN = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 _OSS |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": list(_PLAIN)}}
-_V3 = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280}
-_V3 |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-_V3 |= {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
-_V3 |= {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
-_V3 |= {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_V3 = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 def _sizes(hidden: int, between: int, layers: int, heads: int, key_heads: int, **more: Any) -> dict[str, Any]:
@@ -27,7 +54,7 @@ def _sizes(hidden: int, between: int, layers: int, heads: int, key_heads: int, *
 
 _TIED = {"tie_word_embeddings": True}
 _EXPERTS = {"num_experts_per_tok": 8, "head_dim": 128}
-PRESETS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _LLAMA | _sizes(2048, 8192, 16, 32, 8, head_dim=64, **_TIED),
     "llama-3.2-3b": _LLAMA | _sizes(3072, 8192, 28, 24, 8, head_dim=128, **_TIED),
     "llama-3.1-8b": _LLAMA | _sizes(4096, 14336, 32, 32, 8),

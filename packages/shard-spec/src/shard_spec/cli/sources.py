@@ -1,24 +1,106 @@
-"""Models from a factory, a Hugging Face config or a safetensors header; always on meta."""
+"""Models that the command line names, and arguments that several commands share.
+
+Models come from a factory, a Hugging Face config or a safetensors header, always on meta.
+
+Bytes of quantised weights follow from the ``quantization_config`` of a Hugging Face config. The model on meta keeps its
+plain weights, whose names and shapes a plan is about. Each quantised weight carries the bytes that the checkpoint
+stores for it, packed values and scales together; `metadata_of` reads them. It is frozen: no optimizer updates packed
+values.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 import os
 import re
 import sys
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from shard_spec._shared.dtypes import SAFETENSORS
 from shard_spec._shared.page import human_bytes
-from shard_spec.cli.presets import PRESETS
+from shard_spec.cli.presets import MODELS
 from shard_spec.cli.usage import UsageError
+from shard_spec.estimate.communication import PRESETS, Topology, topology_preset
+from shard_spec.formatting import bytes_of
+from shard_spec.plan.content import MAX_BYTES, json_values
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
-from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 
-if TYPE_CHECKING:
-    from torch import nn
+_PLAIN = "count the weights as plain ones with --dequantize, as they are in training"
+
+
+def store_quantized(path: Any, model: nn.Module, settings: dict[str, Any]) -> None:
+    """Mark the quantised weights of ``model`` with their stored bytes, and freeze them.
+
+    Args:
+        path: The config, for errors.
+        model: The plain model, on meta.
+        settings: Its ``quantization_config``: MXFP4 experts (GPT-OSS), or block-scaled float8 (DeepSeek-V3, Qwen3).
+
+    Raises:
+        UsageError: For another method, or when no weight matches: plain bytes would be a wrong number in silence.
+    """
+    method = settings.get("quant_method")
+    if method not in ("mxfp4", "fp8"):
+        raise UsageError(f"{path}: quantization_config names the method {method!r}, whose bytes are unknown; {_PLAIN}")
+    block: Any = settings.get("weight_block_size")
+    of_two = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
+    if method == "fp8" and block is not None and not of_two:
+        raise UsageError(f"{path}: weight_block_size is {str(block)[:60]}, not two numbers; {_PLAIN}")
+    count = 0
+    for module in _converted(path, model, settings):
+        for parameter in module.parameters(recurse=False):
+            if method == "mxfp4" and parameter.dim() == 3:
+                stored = _mxfp4_bytes(tuple(parameter.shape))
+            elif method == "fp8" and parameter.dim() == (2 if isinstance(module, nn.Linear) else 3):
+                scale = 1 if settings.get("scale_fmt") == "ue8m0" else 4
+                stored = _fp8_bytes(tuple(parameter.shape), block, scale)
+            else:
+                continue  # a bias stays plain
+            parameter.requires_grad_(False)
+            parameter.stored_bytes = stored  # type: ignore[attr-defined]  # read by metadata_of
+            count += 1
+    if not count:
+        raise UsageError(f"{path}: quantization_config ({method}) matches no weight of this model; {_PLAIN}")
+
+
+def _converted(path: Any, model: nn.Module, settings: dict[str, Any]) -> list[nn.Module]:
+    """Return the modules whose weights transformers would load as quantised ones."""
+    try:
+        from transformers.quantizers.base import HfQuantizer
+        from transformers.quantizers.quantizers_utils import should_convert_module
+    except ImportError as error:  # an older or newer transformers
+        raise UsageError(f"{path}: this transformers has no list of quantised weights ({error}); {_PLAIN}") from None
+    skipped = settings.get("modules_to_not_convert")
+    if skipped is not None and not (isinstance(skipped, list) and all(isinstance(each, str) for each in skipped)):
+        raise UsageError(f"{path}: modules_to_not_convert is no list of names")
+    full = HfQuantizer.get_modules_to_not_convert(model, skipped, getattr(model, "_keep_in_fp32_modules", None))
+    of_experts = settings["quant_method"] == "mxfp4"
+    return [
+        module
+        for name, module in model.named_modules()
+        if (name.endswith(".experts") or (type(module) is nn.Linear and not of_experts))
+        and should_convert_module(name, full)
+    ]
+
+
+def _mxfp4_bytes(shape: tuple[int, ...]) -> int:
+    """Return the bytes of experts of shape (experts, in, out): two values a byte, and a scale byte for 32 of ``in``."""
+    experts, inputs, outputs = shape
+    return experts * outputs * (-(-inputs // 2) + -(-inputs // 32))
+
+
+def _fp8_bytes(shape: tuple[int, ...], block: list[int] | None, scale: int) -> int:
+    """Return the bytes of a weight of shape (..., out, in): ``scale`` more for each block or matrix."""
+    *stacked, rows, columns = shape
+    blocks = 1 if block is None else -(-rows // block[0]) * -(-columns // block[1])
+    return prod(shape) + prod(stacked) * blocks * scale
 
 
 _MAX_NUMEL = 1 << 58  # bytes fit in int64 for any dtype
@@ -36,8 +118,8 @@ def load_model(source: str, *, dequantize: bool = False) -> nn.Module | ModelMet
         UsageError: If it does not exist, with the valid forms.
     """
     path = Path(source)
-    if source.lower() in PRESETS and not path.exists():
-        return _from_settings(source, PRESETS[source.lower()], dequantize)
+    if source.lower() in MODELS and not path.exists():
+        return _from_settings(source, MODELS[source.lower()], dequantize)
     if path.is_dir():
         for name in ("config.json", "model.safetensors.index.json", "model.safetensors"):
             if (path / name).is_file():
@@ -50,11 +132,8 @@ def load_model(source: str, *, dequantize: bool = False) -> nn.Module | ModelMet
     if path.suffix == ".json":
         return _from_settings(path, _read_json(path), dequantize)  # bounded, no duplicate keys
     if ":" not in source:
-        names = f"and no name of a model ({', '.join(PRESETS)})"
+        names = f"and no name of a model ({', '.join(MODELS)})"
         raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json, no .safetensors file {names}")
-    import torch
-    from torch import nn
-
     module_name, _, attribute = source.rpartition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does
@@ -82,8 +161,6 @@ def _from_settings(path: Path | str, settings: Any, dequantize: bool) -> nn.Modu
         import transformers
     except ModuleNotFoundError:
         raise UsageError("reading a Hugging Face config needs transformers: pip install transformers") from None
-    import torch
-
     kind = settings.get("model_type") if isinstance(settings, dict) else None
     if not isinstance(kind, str):
         raise UsageError(f"{path} is no Hugging Face config: it has no 'model_type'")
@@ -96,8 +173,11 @@ def _from_settings(path: Path | str, settings: Any, dequantize: bool) -> nn.Modu
     architectures = settings.get("architectures")
     names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     named = [getattr(transformers, name, None) for name in names]
-    makers = [maker for cls in named if (maker := getattr(cls, "_from_config", None)) is not None]
-    makers += [transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config]
+    makers = [
+        *(maker for cls in named if (maker := getattr(cls, "_from_config", None)) is not None),
+        transformers.AutoModelForCausalLM.from_config,
+        transformers.AutoModel.from_config,
+    ]
     failure: Exception | None = None
     for make in makers:
         try:
@@ -107,12 +187,9 @@ def _from_settings(path: Path | str, settings: Any, dequantize: bool) -> nn.Modu
         except Exception as error:  # as above
             failure = error  # the last one is reported
     else:
-        text = f"{type(failure).__name__}: {failure!s:.300}"
-        raise UsageError(f"{path}: transformers has no model for it: {text}")
+        raise UsageError(f"{path}: transformers has no model for it: {type(failure).__name__}: {failure!s:.300}")
     quantization = settings.get("quantization_config")
     if isinstance(quantization, dict) and not (dequantize or quantization.get("dequantize")):
-        from shard_spec.cli.quantized import store_quantized  # imports torch
-
         store_quantized(path, model, quantization)
     return model
 
@@ -121,8 +198,7 @@ def _refuse_giants(path: Path | str, settings: Any, depth: int = 0) -> None:
     """Refuse configs of too many modules: they are built one by one, on meta too."""
     if depth > _MAX_DEPTH:  # before Python's recursion limit
         raise UsageError(f"{path} is nested deeper than {_MAX_DEPTH}")
-    items = settings.items() if isinstance(settings, dict) else enumerate(settings)
-    for key, value in items:
+    for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
         if isinstance(value, dict | list):
             _refuse_giants(path, value, depth + 1)
         elif isinstance(value, int) and abs(value) > _MAX_NUMBER:
@@ -174,8 +250,15 @@ def _header(path: Path) -> list[TensorMetadata]:
         # Packed values have no gradient, and neither have the scales stored beside them.
         plain = dtype.startswith(("float", "bfloat")) and not dtype.startswith("float8")
         of_packed = re.fullmatch(r"(.*)_(scale|scale_inv|activation_scale|input_scale)", name)
-        trains = plain and not (of_packed and kinds.get(of_packed[1], ("",))[0].startswith(("F8", "U8", "I8")))
-        tensors.append(TensorMetadata(name, shape, dtype, requires_grad=trains))
+        tensors.append(
+            TensorMetadata(
+                name,
+                shape,
+                dtype,
+                requires_grad=plain
+                and not (of_packed and kinds.get(of_packed[1], ("",))[0].startswith(("F8", "U8", "I8"))),
+            )
+        )
     return tensors
 
 
@@ -196,3 +279,62 @@ def _read_json(path: Path) -> Any:
         return json_values(read_text(path), floats=True)
     except ValueError as error:
         raise UsageError(f"cannot read {path}: {error}") from None
+
+
+def load(arguments: argparse.Namespace) -> nn.Module | ModelMetadata:
+    """Return the model."""
+    return load_model(arguments.model, dequantize=arguments.dequantize)
+
+
+def data_axes_of(arguments: argparse.Namespace) -> list[str] | None:
+    """Return the declared data axes; None: as planned, then by name."""
+    return None if arguments.data_axes is None else [each.strip() for each in arguments.data_axes.split(",") if each]
+
+
+def limit_of(arguments: argparse.Namespace) -> int | None:
+    """Return the memory of a rank in bytes."""
+    return None if arguments.memory_limit is None else bytes_of(arguments.memory_limit, "--memory-limit")
+
+
+def batch_of(arguments: argparse.Namespace) -> tuple[int, int] | None:
+    """Return sequences and their length."""
+    if arguments.batch is None:
+        return None
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", arguments.batch)
+    if match is None:
+        raise UsageError(f"--batch {arguments.batch!r}: write sequences x length, for example 512x8192")
+    return int(match[1]), int(match[2])
+
+
+def topology_of(arguments: argparse.Namespace) -> Topology | None:
+    """Return the machine."""
+    if not arguments.topology:
+        return None
+    if arguments.topology not in PRESETS:
+        raise UsageError(f"--topology {arguments.topology!r}: one of {', '.join(sorted(PRESETS))}")
+    return topology_preset(arguments.topology)
+
+
+def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a step; those of no effect without a batch are refused."""
+    options = ("checkpointing", False), ("loss", None), ("accumulate", 1)
+    useless = [f"--{name}" for name, default in options if getattr(arguments, name) not in (default, "")]
+    if arguments.batch is None and useless:
+        raise UsageError(f"{useless[0]} has no effect without --batch, for example --batch 512x8192")
+    return {
+        "dtype": arguments.dtype,
+        "checkpointing": arguments.checkpointing,
+        "loss": None if arguments.loss == "none" else arguments.loss or "causal-lm",
+        "data_axes": data_axes_of(arguments),
+        "accumulate": arguments.accumulate,
+    }
+
+
+def optimizer_of(arguments: argparse.Namespace) -> Any:
+    """Return the optimizer: a name, or a mapping from patterns of parameters to names."""
+    pairs = [text.rpartition("=") for text in arguments.optimizer or ["adamw"]]
+    if len(pairs) == 1 and not pairs[0][1]:
+        return pairs[0][2]
+    if not all(pattern and name for pattern, _, name in pairs):
+        raise UsageError("--optimizer: one NAME, or PATTERN=NAME for each group, for example '**.weight=whole-muon'")
+    return {pattern: name for pattern, _, name in pairs}

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.chunked_tensor import ChunkedTensor
@@ -19,17 +20,12 @@ from shard_spec._shared.consensus import all_gather_header, all_gather_objects, 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
 from shard_spec._torch_compat import strided_shard_factor
-from shard_spec.distributed.exchange import split
-from shard_spec.layout.intervals import Box
-from shard_spec.layout.layout import Layout
+from shard_spec.distributed import split
+from shard_spec.layout.layout import Box, Layout
+from shard_spec.plan.content import PlanContent
 from shard_spec.plan.from_module import layout_of_tensor
+from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import resolve
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.metadata import ModelMetadata
 
 _METHODS = ("size", "dim", "numel", "element_size", "__repr__", "is_floating_point", "is_complex")
 _PROPERTIES = ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "is_sparse")
@@ -100,11 +96,23 @@ def to_dcp(
             continue
         layout = resolution.layouts.get(resolution.tensor(name).name) if name in shapes else None
         if layout is None:
-            hint = "state dicts are keyed by the FQNs of the model that the plan is for"
-            problems.append(Problem("unknown-name", name, found="the plan has no layout for it", hint=hint))
+            problems.append(
+                Problem(
+                    "unknown-name",
+                    name,
+                    found="the plan has no layout for it",
+                    hint="state dicts are keyed by the FQNs of the model that the plan is for",
+                )
+            )
         elif layout.mesh.coordinate(rank) is None:
-            hint = "leave it out on ranks that hold nothing of it"
-            problems.append(Problem("rank-outside-mesh", name, found=f"rank {rank} on {layout.mesh}", hint=hint))
+            problems.append(
+                Problem(
+                    "rank-outside-mesh",
+                    name,
+                    found=f"rank {rank} on {layout.mesh}",
+                    hint="leave it out on ranks that hold nothing of it",
+                )
+            )
         elif tuple(value.shape) != layout.local_shape(rank, shapes[name]):
             expected = layout.local_shape(rank, shapes[name])
             problems.append(_shape_problem(name, tuple(value.shape), expected, layout, rank))
@@ -179,16 +187,27 @@ def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem
         return []
     states = all_gather_objects(dist.group.WORLD, (lines, problems), subject)
     all_problems = [problem for _, others in states for problem in others]  # same on every rank
-    hint = (
-        "its ranks hold shards that nothing describes, or replicas that drifted apart; loading=True where load follows"
-    )
-    for name in dict.fromkeys(name for values, _ in states for name in values):
-        if len({values[name] for values, _ in states if name in values}) > 1:  # compared among ranks that hold the name
-            text = "a plain tensor that differs between ranks: a checkpoint would keep one rank's values"
-            all_problems.append(Problem("ranks-disagree", name, found=text, hint=hint))
+    # Values are compared among ranks that hold the name.
+    all_problems += [
+        Problem(
+            "ranks-disagree",
+            name,
+            found="a plain tensor that differs between ranks: a checkpoint would keep one rank's values",
+            hint=(
+                "its ranks hold shards that nothing describes, or replicas that drifted apart; "
+                "loading=True where load follows"
+            ),
+        )
+        for name in dict.fromkeys(name for values, _ in states for name in values)
+        if len({values[name] for values, _ in states if name in values}) > 1
+    ]
     return all_problems
 
 
 def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...], layout: Layout, rank: int) -> Problem:
-    reason = f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}"
-    return Problem("shape-mismatch", name, found=reason, hint="pass the local tensors of the plan's layout")
+    return Problem(
+        "shape-mismatch",
+        name,
+        found=f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}",
+        hint="pass the local tensors of the plan's layout",
+    )

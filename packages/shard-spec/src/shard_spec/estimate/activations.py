@@ -35,21 +35,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import engine_references, memory_of, on_every_operator
-from shard_spec.estimate.autocast import Autocast
-from shard_spec.estimate.data_parallel import block_names, unit_bytes, unit_transfers, units_of
-from shard_spec.estimate.exchanges import Exchanges
-from shard_spec.estimate.fully_shard import FullyShard, Schedule, mapped, tensors_of
-from shard_spec.estimate.kernels import copied_operands, flops_of, run_operator, uncounted_workspace
-from shard_spec.estimate.roles import (
+from shard_spec.estimate.exchanges import Exchanges, Stages, stages_of, watch_stages
+from shard_spec.estimate.fully_shard import (
+    FullyShard,
+    Schedule,
+    block_names,
+    mapped,
+    tensors_of,
+    unit_bytes,
+    unit_transfers,
+    units_of,
+)
+from shard_spec.estimate.kernels import Autocast, copied_operands, flops_of, run_operator, uncounted_workspace
+from shard_spec.estimate.step_options import (
     Batch,
+    Loss,
+    StepOptions,
     expert_modules,
     forward_inputs,
     is_embedding,
     is_token_batch,
+    policy_of,
     role,
 )
-from shard_spec.estimate.stages import Stages, stages_of, watch_stages
-from shard_spec.estimate.step_options import Loss, StepOptions, policy_of
 from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import ModelMetadata, original_of
 from shard_spec.plan.resolve import Resolution
@@ -91,9 +99,11 @@ class ActivationEstimate:
     by_stage: tuple[ActivationEstimate, ...] = ()
 
     def __str__(self) -> str:
-        text = f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
-        text += f"{human_bytes(self.loss_bytes)} for logits and loss, {human_bytes(self.gathered_bytes)} for gathered "
-        text += f"layers; {human_bytes(self.local_bytes)} are kept between forward and backward (an estimate)"
+        text = (
+            f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
+            f"{human_bytes(self.loss_bytes)} for logits and loss, {human_bytes(self.gathered_bytes)} for gathered "
+            f"layers; {human_bytes(self.local_bytes)} are kept between forward and backward (an estimate)"
+        )
         return "\n".join([text, *(f"- {note}" for note in (*self.notes, *self.assumptions))])
 
 
@@ -146,9 +156,14 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
     transfers = unit_transfers(resolution, roles, options)
     policy = policy_of(options)
     if getattr(type(module), "forward", None) is nn.Module.forward:  # nn.Module's own raises
-        text = f"a {type(module).__name__} has no forward, so its activations are unknown"
-        hint = "give a module whose forward calls its parts, or count their forwards one by one"
-        raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "unverified",
+                "batch",
+                found=f"a {type(module).__name__} has no forward, so its activations are unknown",
+                hint="give a module whose forward calls its parts, or count their forwards one by one",
+            )
+        )
     model_axes, gathers = list(roles.axes("model")), loss != "vocab-parallel"
     sizes = unit_bytes(resolution, transfers, units, dtype)
     compute = policy["param_dtype"] or dtype
@@ -246,8 +261,9 @@ class Step(nn.Module):
         sizes = {memory: (flow.local_bytes(memory, storage), at) for memory, (storage, at) in storages.items()}
         for memory, allocation in flow.alive.items():
             if memory not in returned and allocation not in timeline.gathered:
-                own = timeline.sizes[allocation], timeline.stage_of[allocation]
-                sizes.setdefault(memory, own)  # setdefault: hooks' entries win
+                sizes.setdefault(
+                    memory, (timeline.sizes[allocation], timeline.stage_of[allocation])
+                )  # setdefault: hooks' entries win
         for size, stage in sizes.values():
             self.local_bytes[stage] = self.local_bytes.get(stage, 0) + size
         storages.clear()  # only the step itself may keep memory alive
@@ -260,9 +276,14 @@ class Step(nn.Module):
         if logits is not None:
             self.first_of_loss = flow.alive.get(memory_of(logits))
         if self._loss == "vocab-parallel" and not (logits is not None and flow.is_sharded(logits)):
-            found = "loss='vocab-parallel', and the plan shards no logits of this model along a model axis"
-            hint = "shard the head's vocabulary, as MegatronPlanner does, or use the loss 'causal-lm'"
-            raise PlanError(Problem("conflicting-arguments", "loss", found=found, hint=hint))
+            raise PlanError(
+                Problem(
+                    "conflicting-arguments",
+                    "loss",
+                    found="loss='vocab-parallel', and the plan shards no logits of this model along a model axis",
+                    hint="shard the head's vocabulary, as MegatronPlanner does, or use the loss 'causal-lm'",
+                )
+            )
         timeline.begin("loss")
         scalars = self._scalars(output, logits)
         if logits is None or not logits.requires_grad:
@@ -383,8 +404,7 @@ class _TorchFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and args[0].is_meta:
-            values = self._flow.values.read(args[0])
-            return func(values, *args[1:], **(kwargs or {}))
+            return func(self._flow.values.read(args[0]), *args[1:], **(kwargs or {}))
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(map(self._index, args[1]))
         if func is torch.tensor and torch.device((kwargs or {}).get("device") or "cpu").type == "meta":
@@ -423,8 +443,7 @@ class _TorchFunctions(TorchFunctionMode):
             alike = q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
             if self._has_efficient and alike and not (equal or dropout_p or mask is not None):  # values of another size
                 efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-                result: torch.Tensor = efficient(q, k, v, None, True, 0.0, is_causal, scale=scale)[0]
-                return result
+                return efficient(q, k, v, None, True, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]  # torch's
             if dropout_p or not equal or (mask is not None and mask.requires_grad):
                 unfused = functional.scaled_dot_product_attention
                 return unfused(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -433,8 +452,7 @@ class _TorchFunctions(TorchFunctionMode):
             results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
             )
-            output: torch.Tensor = results[0]
-            return output
+            return results[0]  # type: ignore[no-any-return]  # torch's
 
         return self._exchanges.attend(query, key, value, attn_mask, attention)
 
@@ -486,9 +504,12 @@ def needs_values(error: Exception | None) -> Problem:
     own = [frame for frame in frames if not frame.filename.startswith(library)]
     where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
     cause = f" ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})" if error else ""
-    found = f"the forward reads a tensor's value, and shapes have none{where}{cause}"
-    hint = "measure this model, or estimate it without this line: masks and sizes from integer inputs are followed"
-    return Problem("unverified", "batch", found=found, hint=hint)
+    return Problem(
+        "unverified",
+        "batch",
+        found=f"the forward reads a tensor's value, and shapes have none{where}{cause}",
+        hint="measure this model, or estimate it without this line: masks and sizes from integer inputs are followed",
+    )
 
 
 class _Values:
@@ -596,8 +617,7 @@ class _Values:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a tensor. Tensors off meta are constants of the forward, such as index lists."""
         if tensor.is_meta:
-            values: torch.Tensor | None = self._known.get(tensor)
-            return values
+            return self._known.get(tensor)  # type: ignore[no-any-return]  # torch's
         return None if memory_of(tensor) in self.host else tensor
 
     def _real(self, value: Any) -> Any:
@@ -734,9 +754,10 @@ class _Flow:
         """Sum outputs, and gradients of inputs, of modules with several experts in one parameter. Return the hooks."""
         handles = []
         axes: dict[str, frozenset[str]] = {}  # FQN of the module -> axes that shard its weights
+        experts = expert_modules(resolution.metadata.parameters)
         for weight in self.weights.values():
             owner = weight.name.rpartition(".")[0]
-            if owner in expert_modules(resolution.metadata.parameters) and weight.other:
+            if owner in experts and weight.other:
                 axes[owner] = axes.get(owner, frozenset()) | weight.other
         for name in axes:
 
@@ -843,7 +864,7 @@ def _meta_state(
         axis: max((at for at, name in enumerate(names) if roles[name].get(axis) == "row"), default=-1)
         for axis in model_axes
     }
-    weights = {}
+    weights, experts = {}, expert_modules(resolution.metadata.parameters)
     for at, (name, tensor) in enumerate(tensors.items()):
         item = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
         shape = resolution.tensor(name).shape
@@ -856,7 +877,7 @@ def _meta_state(
             end |= kind == "row" and is_embedding(resolution.tensor(name))
             uses["ends" if end else kind].add(axis)
         column, row, ends, other = (frozenset(uses[kind]) for kind in ("column", "row", "ends", "cut"))
-        own, experts = resolution.tensor(name).name, expert_modules(resolution.metadata.parameters)
+        own = resolution.tensor(name).name
         layout = resolution.layouts.get(own) if own.rpartition(".")[0] in experts else None
         sharded = () if layout is None else layout.sharded_axes
         blocks = prod(resolution.one_mesh.axis_size(axis) for axis in expert_axes if axis in sharded)

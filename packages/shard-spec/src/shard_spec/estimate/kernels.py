@@ -3,6 +3,9 @@
 A shape function may refuse a dtype that the kernel takes, or lay its result out otherwise: a linear layer then copies
 an input that it would read in place, or the other way round. Autograd's engine adds gradients without a dispatch mode
 in place, and with one into new memory.
+
+Casts of ``torch.autocast`` are made here too, which has no rules for the meta device: they are made before each
+function is called.
 """
 
 from __future__ import annotations
@@ -13,23 +16,26 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from shard_spec._torch_compat import engine_references, references
+from shard_spec._torch_compat import engine_references, memory_of, references
+from shard_spec.estimate.fully_shard import mapped
 
 _ATEN = torch.ops.aten
+_CONVOLUTIONS = {_ATEN.convolution.default: (0, 1), _ATEN.convolution_backward.default: (1, 2)}  # input, weight
 # Of an input (batch, channels, ...) these kernels make a contiguous or channels-last result, whatever its strides are.
-# Position of the input among the arguments.
+# Positions of what decides among the arguments: the first that is channels-last, or else contiguous.
 _CONTIGUOUS = {
-    _ATEN.native_batch_norm.default: 0,
-    _ATEN._native_batch_norm_legit.default: 0,
-    _ATEN._native_batch_norm_legit.no_stats: 0,
-    _ATEN._batch_norm_with_update.default: 0,
-    _ATEN.native_batch_norm_backward.default: 1,
-    _ATEN.batch_norm_backward.default: 1,
-    _ATEN.native_layer_norm_backward.default: 1,
-    _ATEN.max_pool2d_with_indices.default: 0,
-    _ATEN.max_pool2d_with_indices_backward.default: 1,
-    _ATEN.avg_pool2d.default: 0,
-    _ATEN.avg_pool2d_backward.default: 1,
+    _ATEN.native_batch_norm.default: (0,),
+    _ATEN._native_batch_norm_legit.default: (0,),
+    _ATEN._native_batch_norm_legit.no_stats: (0,),
+    _ATEN._batch_norm_with_update.default: (0,),
+    _ATEN.native_batch_norm_backward.default: (1,),
+    _ATEN.batch_norm_backward.default: (1,),
+    _ATEN.native_layer_norm_backward.default: (1,),
+    _ATEN.max_pool2d_with_indices.default: (0,),
+    _ATEN.max_pool2d_with_indices_backward.default: (1,),
+    _ATEN.avg_pool2d.default: (0,),
+    _ATEN.avg_pool2d_backward.default: (1,),
+    **_CONVOLUTIONS,
 }
 # Autograd writes these results into an operand that it alone holds; while a mode watches it makes a new tensor.
 _IN_PLACE = {
@@ -38,7 +44,6 @@ _IN_PLACE = {
     _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
     _ATEN.index_add.default: _ATEN.index_add_.default,
 }
-_CONVOLUTIONS = {_ATEN.convolution.default: (0, 1), _ATEN.convolution_backward.default: (1, 2)}  # input, weight
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -53,24 +58,22 @@ def run_operator(operator: Any, args: Any, kwargs: Any) -> Any:
         halves = (each.to(torch.bfloat16) for each in args[:2])
         return operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
     result = operator(*args, **kwargs)
-    if operator in _CONTIGUOUS:
-        model = args[_CONTIGUOUS[operator]]
-        return (
-            _laid_out(result, model) if isinstance(result, torch.Tensor) else (_laid_out(result[0], model), *result[1:])
-        )
-    if operator in _CONVOLUTIONS:
-        models = [args[at] for at in _CONVOLUTIONS[operator]]
-        model = next((each for each in models if _memory_format(each) != torch.contiguous_format), models[0])
-        if isinstance(result, torch.Tensor):
-            return _laid_out(result, model)
-        return (result[0] if result[0] is None else _laid_out(result[0], model), *result[1:])
-    return result
+    if operator not in _CONTIGUOUS:
+        return result
+    models = [args[at] for at in _CONTIGUOUS[operator]]
+    model = next((each for each in models if _memory_format(each) != torch.contiguous_format), models[0])
+    if isinstance(result, torch.Tensor):
+        return _laid_out(result, model)
+    return (result[0] if result[0] is None else _laid_out(result[0], model), *result[1:])
 
 
 # Operands that a kernel reads in rows alone: it copies others before it starts.
 _READ_CONTIGUOUS = {
     _ATEN.native_layer_norm.default: (0,),
     _ATEN.native_layer_norm_backward.default: (0, 1),
+    # Up to torch 2.14 the function around them makes these contiguous; from 2.15 on each kernel does.
+    _ATEN.native_group_norm.default: (0,),
+    _ATEN.native_group_norm_backward.default: (0, 1),
     _ATEN.convolution.default: (0, 1),
     _ATEN.convolution_backward.default: (0, 1, 2),
     **dict.fromkeys((_ATEN.max_pool2d_with_indices.default, _ATEN.avg_pool2d.default), (0,)),
@@ -151,3 +154,101 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
     ):
         return "pooling with channels last"
     return "convolutions" if operator in _CONVOLUTIONS else ""
+
+
+# torch/csrc/autocast_mode.h of 2.13: products in the lower dtype on every device; the rest differs.
+_LOWER = {
+    "linear",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "addbmm",
+    "einsum",
+    "mv",
+    *(f"conv{kind}{dim}d" for kind in ("", "_transpose") for dim in (1, 2, 3)),
+    "scaled_dot_product_attention",
+    "prelu",
+    "chain_matmul",
+    "multi_dot",
+}
+_FULL_CUDA = {
+    "softmax",
+    "log_softmax",
+    "layer_norm",
+    "group_norm",
+    "rms_norm",
+    "norm",
+    "cross_entropy",
+    "nll_loss",
+    "sum",
+    "cumsum",
+    "cumprod",
+    "prod",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "pow",
+    "__pow__",
+    "rsqrt",
+    "softplus",
+    "reciprocal",
+    "cosine_similarity",
+    "logsumexp",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "cdist",
+}
+_FULL_CPU = {"mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy", "prod", "cumprod", "kl_div", "huber_loss"}
+
+
+class Autocast:
+    """Autocast of one step: the option's, or that which the forward enters itself.
+
+    Args:
+        dtype: Lower dtype of the option; None: only where the forward enters ``torch.autocast``.
+        device: Device type whose rules hold: ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, device: str) -> None:
+        self._dtype, self.device = dtype, device
+        self._weights: dict[int, torch.Tensor] = {}  # memory of a weight -> its cast, kept until autocast ends
+
+    def end(self) -> None:
+        """Forget the casts of weights: autograd alone keeps them from here on."""
+        self._weights.clear()
+
+    def arguments(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of the function called ``name`` as autocast casts them."""
+        dtype = self._dtype
+        entered = [each for each in ("cpu", "cuda") if torch.is_autocast_enabled(each)]
+        if entered:
+            dtype = torch.get_autocast_dtype(entered[0])
+        elif dtype is None:
+            self._weights.clear()
+            return args, kwargs
+        full = _FULL_CPU if (entered or [self.device])[0] == "cpu" else _FULL_CUDA
+        wanted = dtype if name in _LOWER else torch.float32 if name in full else None
+        if wanted is None:
+            return args, kwargs
+
+        def cast(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return mapped(value, cast)
+            if not value.is_floating_point() or value.dtype in (wanted, torch.float64):
+                return value
+            if not (value.is_leaf and value.requires_grad and value.dtype == torch.float32):
+                return value.to(wanted)
+            key = memory_of(value)
+            if key not in self._weights:
+                self._weights[key] = value.to(wanted)
+            return self._weights[key]
+
+        return cast(args), cast(kwargs)

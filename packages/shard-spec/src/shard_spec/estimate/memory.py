@@ -14,12 +14,20 @@ from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
-from shard_spec.estimate.data_parallel import unit_transfers
-from shard_spec.estimate.optimizers import OPTIMIZERS, OptimizerChoice, OptimizerLike, OptimizerState, choose_optimizer
-from shard_spec.estimate.owners import Owned, OwnedTensor, owned_by_ranks, redundancy_free
-from shard_spec.estimate.roles import local_shapes
-from shard_spec.estimate.stages import Stages, stages_of
-from shard_spec.estimate.step_options import StepOptions
+from shard_spec.estimate.exchanges import Stages, stages_of
+from shard_spec.estimate.fully_shard import unit_transfers
+from shard_spec.estimate.optimizers import (
+    OPTIMIZERS,
+    OptimizerChoice,
+    OptimizerLike,
+    OptimizerState,
+    Owned,
+    OwnedTensor,
+    choose_optimizer,
+    owned_by_ranks,
+    redundancy_free,
+)
+from shard_spec.estimate.step_options import StepOptions, local_shapes
 from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
@@ -132,12 +140,14 @@ class Memory:
                 for part, size in zip(STEP_PARTS, (*peak, *more), strict=True):
                     sizes[part][at] = size
                 fullest.append((totals[at] + sum(peak) + sum(more), moment))
-        # Sparse gradients are among the activations of a step.
-        kept = tuple(note for note in self.notes if "sparse tables" not in note)
-        parts = {**self.parts, **{part: tuple(values) for part, values in sizes.items()}}
-        more_lines: dict[str, Any] = {"notes": (*kept, *estimate.notes), "assumptions": estimate.assumptions}
-        moment = max(fullest, key=lambda each: each[0], default=(0, estimate.moment))[1]
-        return replace(self, parts=parts, moment=moment, **more_lines)
+        return replace(
+            self,
+            parts={**self.parts, **{part: tuple(values) for part, values in sizes.items()}},
+            moment=max(fullest, key=lambda each: each[0], default=(0, estimate.moment))[1],
+            # Sparse gradients are among the activations of a step.
+            notes=(*(note for note in self.notes if "sparse tables" not in note), *estimate.notes),
+            assumptions=estimate.assumptions,
+        )
 
     def verdict(self, limit: int | str) -> str:
         """Return one line: does every rank stay within ``limit``? It ends with what was assumed.
@@ -273,9 +283,10 @@ def memory_of(
             for each in (layout,) if stages is None else stages.layouts(t, layout):
                 groups[each, like, choice.of(t.name), owner_of.get(t.name, -1)] += 1
     for (layout, sample, state, owner), count in groups.items():
+        staged = bool(layout.stages)
         by_shape: dict[tuple[tuple[int, ...], bool], LocalBytes] = {}  # most ranks share one local shape
         for rank, local in zip(layout.mesh.ranks, local_shapes(layout, sample.shape), strict=True):
-            if layout.stages and not layout.is_present(rank):
+            if staged and not layout.is_present(rank):
                 continue
             owns = owner < 0 or index_of[rank] == owner
             if (local, owns) not in by_shape:
@@ -288,10 +299,16 @@ def memory_of(
         sums["master"] = [sum(pair) for pair in zip(sums["master"], owned.masters, strict=True)]
         sums["optimizer"] = [sum(pair) for pair in zip(sums["optimizer"], owned.state, strict=True)]
         steps = [(s + extra, lp + extra) for (s, lp), extra in zip(steps, owned.step, strict=True)]
-    parts = {part: tuple(values) for part, values in sums.items()}
-    more: dict[str, Any] = {"_resolution": resolution, "_settings": settings, "_steps": tuple(steps)}
-    more["notes"] = _notes(resolution, owned, stages, grads, zero)
-    return Memory(ranks, parts, choice.name, tuple(resolution.sharders), **more)
+    return Memory(
+        ranks,
+        {part: tuple(values) for part, values in sums.items()},
+        choice.name,
+        tuple(resolution.sharders),
+        notes=_notes(resolution, owned, stages, grads, zero),
+        _resolution=resolution,
+        _settings=settings,
+        _steps=tuple(steps),
+    )
 
 
 def owned_matrices(resolution: Resolution, settings: MemorySettings) -> Owned | None:

@@ -2,25 +2,34 @@
 
 Common optimizers are a table of slots (tensors as large as the parameter). Every other class of ``torch.optim``, and of
 other libraries, makes one step on the meta device for each shape, and its state is what that step leaves.
+
+For optimizers on full matrices it plans the rank that owns each matrix, its bytes, and what the ranks exchange:
+`shard_reshard.WholeMatrices` gives each matrix one owner, which holds a master copy and the optimizer's state in full.
+The rule is that of its plan of owners, `_shared/owners`. Which matrices there are follows here from a plan's layouts,
+there from parameters; an integration test compares both.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from shard_spec._shared.dtypes import ITEM_BYTES
+from shard_spec._shared.owners import owners_of, update_work
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import live_bytes_of
-from shard_spec.plan.metadata import ModelMetadata
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.placements import InterleavedShard
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -140,10 +149,16 @@ def state_of_name(name: str) -> OptimizerState:
     inner = lower.removeprefix("whole-" if on_owners else "mixed-")
     state = OPTIMIZERS.get(_ALIASES.get(inner, inner))
     if state is None:
-        hint = f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters, "
-        hint += "whole-NAME: on full matrices by WholeMatrices), a class or an instance, "
-        hint += "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)"
-        raise PlanError(Problem("invalid-argument", "optimizer", found=repr(name)[:200], hint=hint))
+        raise PlanError(
+            Problem(
+                "invalid-argument",
+                "optimizer",
+                found=repr(name)[:200],
+                hint=f"one of {', '.join(OPTIMIZERS)} (mixed-NAME: with float32 masters, "
+                "whole-NAME: on full matrices by WholeMatrices), a class or an instance, "
+                "a mapping from patterns of parameters to these, or OptimizerState(name, slots, scalar_bytes)",
+            )
+        )
     if on_owners:
         return replace(state, name=f"whole-{state.name}", on_owners=True)
     return replace(state, name=f"mixed-{state.name}", master="float32") if inner != lower else state
@@ -206,10 +221,24 @@ def _of_patterns(rules: Mapping[Any, Any], metadata: ModelMetadata) -> Optimizer
             by_name[tensor.name] = states[key]
             used.add(key)
         elif tensor.requires_grad:
-            hint = "add a pattern for it, or '**' at the end for the rest"
-            problems.append(Problem("unmatched-pattern", tensor.name, found="no optimizer of the mapping", hint=hint))
-    text, hint = "no parameter is left for this optimizer", "remove it, or put it before the wider pattern"
-    problems += [Problem("unmatched-pattern", str(key), found=text, hint=hint) for key in rules if key not in used]
+            problems.append(
+                Problem(
+                    "unmatched-pattern",
+                    tensor.name,
+                    found="no optimizer of the mapping",
+                    hint="add a pattern for it, or '**' at the end for the rest",
+                )
+            )
+    problems += [
+        Problem(
+            "unmatched-pattern",
+            str(key),
+            found="no parameter is left for this optimizer",
+            hint="remove it, or put it before the wider pattern",
+        )
+        for key in rules
+        if key not in used
+    ]
     if problems:
         raise PlanError(problems)
     name = " + ".join(dict.fromkeys(state.name for state in states.values()))
@@ -231,9 +260,17 @@ def _of_instance(optimizer: torch.optim.Optimizer, metadata: ModelMetadata, modu
     names = {name: id(each) for name, each in named}
     by_name = {t.name: states[owners[names[t.name]]] for t in metadata.parameters if names.get(t.name) in owners}
     if not by_name:
-        hint = f"build it from this model's parameters, or pass the class {kind.__name__} or a functools.partial of it"
-        text = "it holds no parameter of this model"
-        raise PlanError(Problem("not-in-optimizer", "optimizer", found=text, hint=hint))
+        raise PlanError(
+            Problem(
+                "not-in-optimizer",
+                "optimizer",
+                found="it holds no parameter of this model",
+                hint=(
+                    f"build it from this model's parameters, or pass the class {kind.__name__} or "
+                    "a functools.partial of it"
+                ),
+            )
+        )
     return OptimizerChoice(kind.__name__, OPTIMIZERS["none"], by_name)
 
 
@@ -262,9 +299,159 @@ def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: S
         step = run(local, foreach=True)[2] if accepts else loop
     except Exception as error:  # another library's code
         line = (str(error).splitlines() or [""])[0][:200]
-        found = f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}"
-        raise PlanError(Problem("unverified", "optimizer", found=found, hint=hint)) from error
+        raise PlanError(
+            Problem(
+                "unverified",
+                "optimizer",
+                found=f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}",
+                hint=hint,
+            )
+        ) from error
     if factored and local != full:
-        found = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
-        raise PlanError(Problem("unverified", "optimizer", found=found, hint=hint))
+        text = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
+        raise PlanError(Problem("unverified", "optimizer", found=text, hint=hint))
     return OptimizerCost(num_bytes, step, loop)
+
+
+BUCKET_BYTES = 64 * 2**20  # of an owner's matrices in one exchange, by default
+Window = tuple[tuple[int, int, int], ...]  # dims of a parameter with the first and the end index of a matrix
+
+
+class Matrix(NamedTuple):
+    """A tensor that one rank updates in full: a parameter, a section of it, or one index of its first dim.
+
+    Attributes:
+        parameter: Position of its parameter.
+        shape: Its shape.
+        window: Its part of the parameter.
+        num_bytes: Its bytes.
+    """
+
+    parameter: int
+    shape: tuple[int, ...]
+    window: Window
+    num_bytes: int
+
+
+class OwnedTensor(NamedTuple):
+    """A parameter with the optimizer of its matrices, and its dtype in training."""
+
+    metadata: TensorMetadata
+    layout: Layout
+    state: OptimizerState
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Bytes of matrices on their owners; tuples are by rank.
+
+    Attributes:
+        masters: Master copies.
+        state: Optimizer state, and the sums by which a rank sees writes to its parameters.
+        step: New values until all ranks have theirs, the matrices of two exchanges, and temporaries of an update.
+        sent: Bytes that gradients and new values put on the wire in a step, of all ranks.
+        count: Number of matrices.
+        load: The largest load of a rank over the mean: of updates, and of memory.
+    """
+
+    masters: tuple[int, ...]
+    state: tuple[int, ...]
+    step: tuple[int, ...]
+    sent: tuple[int, int]
+    count: int
+    load: tuple[float, float]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about the plan of owners, and about what it assumes."""
+        work, memory = self.load
+        text = (
+            f"{self.count} matrices on owner ranks, as shard_reshard.WholeMatrices plans them: master copies and "
+            f"state in full; load max/mean {work:.2f} of updates, {memory:.2f} of memory"
+        )
+        return (
+            text,
+            "assumed: all ranks are owners, exchanges of 64 MiB, parameters of three dims are stacks of matrices",
+        )
+
+
+def matrices_of(position: int, tensor: OwnedTensor) -> list[Matrix]:
+    """Return the matrices of a parameter: experts of a stack are apart, and so are sections of a fused weight."""
+    shape, item = tensor.metadata.shape, ITEM_BYTES[tensor.dtype]
+    fused = [spec for spec in tensor.layout.specs if isinstance(spec, InterleavedShard)]
+    dim = fused[0].dim % len(shape) if fused else 0
+    sections = fused[0].section_intervals(shape[dim]) if fused else [(0, shape[dim])] if shape else []
+    stacked = len(shape) == 3 and shape[0] > 0 and not (len(sections) > 1 and dim == 0)
+    matrices = []
+    for index in range(shape[0]) if stacked else (None,):
+        expert: Window = () if index is None else ((0, index, index + 1),)
+        for start, size in sections if len(sections) > 1 else [(0, -1)]:
+            if size:
+                own = (*shape[:dim], size, *shape[dim + 1 :]) if size > 0 else shape
+                own = own[1:] if stacked else own
+                window = (*expert, (dim, start, start + size)) if size > 0 else expert
+                matrices.append(Matrix(position, own, window, prod(own) * item))
+    return matrices
+
+
+@lru_cache(maxsize=4096)
+def held_by(layout: Layout, shape: tuple[int, ...], window: Window) -> dict[int, int]:
+    """Return the number of elements of a matrix on each rank that has some."""
+    counts = {}
+    for rank in layout.mesh.ranks:
+        intervals = dict(enumerate(layout.intervals(rank, shape)))
+        for dim, low, high in window:
+            cut = ((max(at, low), min(at + size, high)) for at, size in intervals[dim])
+            intervals[dim] = tuple((start, max(0, end - start)) for start, end in cut)
+        counts[rank] = prod(sum(size for _, size in along) for along in intervals.values())
+    return {rank: count for rank, count in counts.items() if count}
+
+
+def owned_by_ranks(tensors: Sequence[OwnedTensor], ranks: Sequence[int]) -> Owned:
+    """Plan the owners of all matrices of ``tensors`` among ``ranks``, and count their bytes."""
+    matrices = [matrix for at, tensor in enumerate(tensors) for matrix in matrices_of(at, tensor)]
+    position = {rank: at for at, rank in enumerate(ranks)}
+    on = []
+    for matrix in matrices:
+        layout, shape = tensors[matrix.parameter].layout, tensors[matrix.parameter].metadata.shape
+        on.append({position[rank]: count for rank, count in held_by(layout, shape, matrix.window).items()})
+    costs = [(update_work(matrix.shape), matrix.num_bytes) for matrix in matrices]
+    full_on = [
+        [at for at, count in has.items() if count == prod(matrix.shape)]
+        for matrix, has in zip(matrices, on, strict=True)
+    ]
+    owners = owners_of(costs, full_on, len(ranks), range(len(ranks)), [None] * len(matrices))
+    size, work = len(ranks), [0] * len(ranks)
+    masters, state, largest, update = [0] * size, [0] * size, [0] * size, [0] * size
+    there = back = 0
+    for matrix, (updates, _), has, rank in zip(matrices, costs, on, owners, strict=True):
+        tensor = tensors[matrix.parameter]
+        cost, item = tensor.state.cost(matrix.shape, matrix.shape, tensor.dtype), ITEM_BYTES[tensor.dtype]
+        work[rank] += updates
+        masters[rank] += matrix.num_bytes
+        state[rank] += cost.state
+        largest[rank], update[rank] = max(largest[rank], matrix.num_bytes), max(update[rank], cost.loop)
+        there += (prod(matrix.shape) - has.get(rank, 0)) * item
+        back += (sum(has.values()) - has.get(rank, 0)) * item
+    staged = [0] * size
+    for tensor in tensors:
+        for rank, count in held_by(tensor.layout, tensor.metadata.shape, ()).items():
+            rows, item = tensor.layout.local_shape(rank, tensor.metadata.shape), ITEM_BYTES[tensor.dtype]
+            staged[position[rank]] += count * item
+            state[position[rank]] += 8 * rows[0] + count // rows[0] * item if len(rows) > 1 else 8
+    step = [staged[at] + 2 * min(masters[at], max(BUCKET_BYTES, largest[at])) + update[at] for at in range(size)]
+    load = tuple(max(each) * size / (sum(each) or 1) for each in (work, masters))
+    return Owned(tuple(masters), tuple(state), tuple(step), (there, back), len(matrices), (load[0], load[1]))
+
+
+def redundancy_free(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Return the owner of each parameter among ``count`` ranks, as torch's ZeroRedundancyOptimizer chooses it.
+
+    The largest goes first, to the rank with the fewest elements so far.
+    """
+    loads, owners = [0] * count, {}
+    for name in sorted(sizes, key=lambda each: -sizes[each]):  # stable: parameters of one size keep their order
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += sizes[name]
+    return owners

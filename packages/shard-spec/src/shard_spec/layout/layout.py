@@ -1,14 +1,17 @@
-"""Layout: the boxes of a global tensor on the ranks of a mesh."""
+"""Layout: the boxes of a global tensor on the ranks of a mesh.
+
+A box is a rectangle of the global tensor; intervals ``(offset, size)`` of one dim compose in local order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.intervals import Box, compose, grid, merge
 from shard_spec.layout.mesh import MeshSpec, unknown_axis
 from shard_spec.layout.placements import (
     REPLICATE,
@@ -19,17 +22,145 @@ from shard_spec.layout.placements import (
     PlacementSpec,
     ReplicateSpec,
     ShardSpec,
+    SpecialShard,
     StageShard,
     UnevenShard,
+    parse_layout,
+    parse_placement,
     placement_spec,
     to_placement,
 )
-from shard_spec.layout.text import parse_layout, parse_placement
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-    from shard_spec.layout.placements import SpecialShard
+
+def compose(outer: list[Interval], inner: list[Interval]) -> list[Interval]:
+    """Compose intervals: ``inner`` counts along the concatenation of ``outer``, the result along the dim."""
+    if len(outer) == 1:
+        start = outer[0][0]
+        return [(start + offset, size) for offset, size in inner]
+    # One pass over both lists, which ascend along the local tensor: untrusted plans must not take quadratic time.
+    result: list[Interval] = []
+    remaining = iter(inner)
+    offset, size = next(remaining, (0, 0))
+    position = 0
+    for start, length in outer:
+        while size and offset < position + length:
+            taken = min(size, position + length - offset)
+            result.append((start + offset - position, taken))
+            offset, size = (offset + taken, size - taken) if taken < size else next(remaining, (0, 0))
+        position += length
+    return result
+
+
+def merge(found: list[Interval]) -> list[Interval]:
+    """Join intervals that are adjacent both along the dim and in the local tensor."""
+    merged: list[Interval] = []
+    for offset, size in found:
+        if merged and merged[-1][0] + merged[-1][1] == offset:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        else:
+            merged.append((offset, size))
+    return merged
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular shard of a global tensor, as offsets and sizes.
+
+    Attributes:
+        offsets: First index in each dim of the global tensor.
+        sizes: Number of indices in each dim; 0 makes the box empty.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        # tuple() also turns torch.Size and lists into plain tuples, so that equal boxes compare equal.
+        vars(self).update(
+            offsets=tuple(int(offset) for offset in self.offsets),
+            sizes=tuple(int(size) for size in self.sizes),
+        )
+        problems = []
+        if len(self.offsets) != len(self.sizes):
+            problems.append(
+                Problem(
+                    "shape-mismatch",
+                    found=f"{len(self.offsets)} offsets and {len(self.sizes)} sizes",
+                    hint="give one offset and one size for each dim",
+                )
+            )
+        if any(value < 0 for value in (*self.offsets, *self.sizes)):
+            problems.append(Problem("box-out-of-range", found=f"{self!r}", hint="offsets and sizes are at least 0"))
+        raise_problems(problems)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.sizes)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last index in each dim."""
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def slices(self) -> tuple[slice, ...]:
+        """Return the index of this box in the global tensor: ``tensor[box.slices()]``."""
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the intersection of two boxes, or None if they share no element."""
+        if self.ndim != other.ndim:
+            raise PlanError(
+                Problem(
+                    "shape-mismatch",
+                    found=f"boxes of {self.ndim} and {other.ndim} dims",
+                    hint="intersect boxes of the same global tensor",
+                )
+            )
+        offsets, sizes = [], []
+        for offset, size, other_offset, other_size in zip(
+            self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+        ):
+            start = max(offset, other_offset)
+            length = min(offset + size, other_offset + other_size) - start
+            if length <= 0:  # disjoint in one dim
+                return None
+            offsets.append(start)
+            sizes.append(length)
+        return _box(tuple(offsets), tuple(sizes))
+
+
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    """Build a box from valid values, without the checks, which cost more than the box."""
+    box = object.__new__(Box)
+    vars(box).update(
+        offsets=offsets,
+        sizes=sizes,
+    )
+    return box
+
+
+def grid(intervals: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
+    """Return the boxes of a grid, row-major: one for each combination of each dim's intervals, without empty ones."""
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for along in intervals:
+        if len(along) == 1:  # the usual case, without a product
+            offset, size = along[0]
+            if size == 0:
+                return ()
+            boxes = [((*offsets, offset), (*sizes, size)) for offsets, sizes in boxes]
+        else:
+            boxes = [((*offsets, offset), (*sizes, size)) for offsets, sizes in boxes for offset, size in along if size]
+    return tuple(_box(offsets, sizes) for offsets, sizes in boxes)
+
 
 # One sharding axis of one dim: (position of the axis on the mesh, size of the axis, spec).
 Cut = tuple[int, int, CuttingPlacement]
@@ -81,10 +212,12 @@ class Layout:
         order = tuple(axis for axis in order if axis in own)
         full = order + tuple(axis for axis in own if axis not in order)
         order = () if not order or full == own else full
-        object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "specs", specs)
-        object.__setattr__(self, "order", order)
-        object.__setattr__(self, "_hash", hash((mesh, specs, order)))
+        vars(self).update(
+            mesh=mesh,
+            specs=specs,
+            order=order,
+            _hash=hash((mesh, specs, order)),
+        )
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {str(self)!r})"
@@ -158,12 +291,18 @@ class Layout:
     def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
         """Return the problems of this layout for a tensor of ``shape`` called ``name``. Empty if it is valid."""
         shape = tuple(shape)
-        problems = []
-        for axis, spec in zip(self.mesh.axis_names, self.specs, strict=True):
-            if spec.dim is not None and not -len(shape) <= spec.dim < len(shape):
-                reason = f"a tensor of shape {shape} has {len(shape)} dims"
-                hint = f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated"
-                problems.append(Problem("dim-out-of-range", name, spec.dim, axis, reason, hint))
+        problems = [
+            Problem(
+                "dim-out-of-range",
+                name,
+                spec.dim,
+                axis,
+                f"a tensor of shape {shape} has {len(shape)} dims",
+                f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated",
+            )
+            for axis, spec in zip(self.mesh.axis_names, self.specs, strict=True)
+            if spec.dim is not None and not -len(shape) <= spec.dim < len(shape)
+        ]
         # The sizes of sections and of uneven shards, once the dims are valid.
         for dim, cuts in () if problems else cuts_by_dim(self, len(shape)):
             lengths = {shape[dim]}
@@ -194,8 +333,14 @@ class Layout:
         intervals = self.intervals(rank, shape)
         for dim, along in enumerate(intervals):
             if len(along) > 1:
-                text = f"rank {rank} holds {len(along)} separate intervals"
-                raise PlanError(Problem("not-a-grid", dim=dim, found=text, hint="ask boxes(rank, shape)"))
+                raise PlanError(
+                    Problem(
+                        "not-a-grid",
+                        dim=dim,
+                        found=f"rank {rank} holds {len(along)} separate intervals",
+                        hint="ask boxes(rank, shape)",
+                    )
+                )
         return tuple(along[0][0] for along in intervals)
 
     def intervals(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
@@ -274,8 +419,13 @@ class Layout:
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
-            reason = f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})"
-            raise PlanError(Problem("rank-outside-mesh", found=reason, hint="ask for a rank in mesh.ranks"))
+            raise PlanError(
+                Problem(
+                    "rank-outside-mesh",
+                    found=f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})",
+                    hint="ask for a rank in mesh.ranks",
+                )
+            )
         return coordinate
 
 
@@ -285,8 +435,13 @@ def _specs_by_axis(
     if not isinstance(placements, Mapping):
         listed = list(placements)
         if len(listed) != len(mesh.axis_names):
-            reason = f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}"
-            raise PlanError(Problem("argument-count", found=reason, hint="give one for each axis, or a mapping"))
+            raise PlanError(
+                Problem(
+                    "argument-count",
+                    found=f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}",
+                    hint="give one for each axis, or a mapping",
+                )
+            )
         placements = dict(zip(mesh.axis_names, listed, strict=True))
     specs: dict[str, PlacementSpec] = {}
     problems: list[Problem] = []
@@ -305,17 +460,37 @@ def _axis_problems(
     problems = [unknown_axis(axis, mesh) for axis in by_axis if axis not in mesh.axis_names]
     for axis, size, spec in zip(mesh.axis_names, mesh.shape, specs, strict=True):
         if isinstance(spec, UnevenShard) and len(spec.sizes) != size:
-            reason, hint = f"{len(spec.sizes)} sizes for {size} ranks", "one size for each rank"
-            problems.append(Problem("argument-count", dim=spec.dim, axis=axis, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "argument-count",
+                    dim=spec.dim,
+                    axis=axis,
+                    found=f"{len(spec.sizes)} sizes for {size} ranks",
+                    hint="one size for each rank",
+                )
+            )
         if isinstance(spec, StageShard) and spec.stage >= size:
-            reason, hint = f"stage {spec.stage} of {size}", f"stages are 0 to {size - 1}"
-            problems.append(Problem("index-out-of-range", axis=axis, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "index-out-of-range",
+                    axis=axis,
+                    found=f"stage {spec.stage} of {size}",
+                    hint=f"stages are 0 to {size - 1}",
+                )
+            )
     for axis in order:
         if axis not in mesh.axis_names:
             problems.append(unknown_axis(axis, mesh, "order"))
         elif specs[mesh.axis_names.index(axis)].dim is None:
-            reason = f"order names {axis}, which shards no dim"
-            problems.append(Problem("conflicting-arguments", "order", axis=axis, found=reason, hint="leave it out"))
+            problems.append(
+                Problem(
+                    "conflicting-arguments",
+                    "order",
+                    axis=axis,
+                    found=f"order names {axis}, which shards no dim",
+                    hint="leave it out",
+                )
+            )
     if len(set(order)) != len(order):
         problems.append(Problem("duplicate-name", "order", found=">".join(order), hint="name each axis once"))
     return problems

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MAX_RANKS = 1 << 24
+MeshLike: TypeAlias = "MeshSpec | Mapping[str, int] | str | DeviceMesh"
 
 _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 
@@ -43,16 +44,19 @@ class MeshSpec:
     def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
         sizes: Any = axes  # callers are untyped
         if not isinstance(sizes, Mapping) or not sizes:
-            hint = "give a mapping such as {'dp': 2, 'tp': 4}"
-            raise PlanError(Problem("invalid-mesh", "axes", found=repr(axes), hint=hint))
+            raise PlanError(
+                Problem("invalid-mesh", "axes", found=repr(axes), hint="give a mapping such as {'dp': 2, 'tp': 4}")
+            )
         problems = []
         for name, size in sizes.items():
             if not isinstance(name, str) or not _AXIS_NAME.match(name):
-                hint = "a name of letters, digits, '_', '-' or '.'"
-                problems.append(Problem("invalid-mesh", "axes", found=repr(name), hint=hint))
+                problems.append(
+                    Problem("invalid-mesh", "axes", found=repr(name), hint="a name of letters, digits, '_', '-' or '.'")
+                )
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                hint = "sizes are integers >= 1"
-                problems.append(Problem("invalid-mesh", "axes", axis=str(name), found=repr(size), hint=hint))
+                problems.append(
+                    Problem("invalid-mesh", "axes", axis=str(name), found=repr(size), hint="sizes are integers >= 1")
+                )
         listed: Sequence[Any] = () if ranks is None else ranks
         wrong = [rank for rank in listed if isinstance(rank, bool) or not hasattr(rank, "__index__")]
         if wrong:
@@ -61,24 +65,27 @@ class MeshSpec:
         shape = tuple(int(size) for size in axes.values())
         world, rank_list = prod(shape), None
         if world > MAX_RANKS:
-            hint = f"at most {MAX_RANKS} ranks"
-            raise PlanError(Problem("mesh-too-large", "axes", found=f"{world} ranks", hint=hint))
+            raise PlanError(
+                Problem("mesh-too-large", "axes", found=f"{world} ranks", hint=f"at most {MAX_RANKS} ranks")
+            )
         if ranks is not None:
             rank_list = tuple(map(index, ranks))  # index(): numpy and torch integers become int
-            if len(rank_list) != world:
-                reason = f"{len(rank_list)} ranks for {world} places on the axes"
-                problems.append(Problem("invalid-mesh", "ranks", found=reason))
-            if len(set(rank_list)) != len(rank_list):
-                twice = sorted(rank for rank, count in Counter(rank_list).items() if count > 1)
-                problems.append(Problem("invalid-mesh", "ranks", found=f"duplicate ranks {twice}"))
-            if min(rank_list, default=0) < 0:
-                hint = "ranks are at least 0"
-                problems.append(Problem("invalid-mesh", "ranks", found=f"{min(rank_list)}", hint=hint))
-            raise_problems(problems)
-        object.__setattr__(self, "axis_names", tuple(axes))
-        object.__setattr__(self, "shape", shape)
-        # None for 0 .. world_size - 1, in one spelling: equal meshes compare equal.
-        object.__setattr__(self, "rank_list", None if rank_list == tuple(range(world)) else rank_list)
+            twice = sorted(rank for rank, count in Counter(rank_list).items() if count > 1)
+            least = min(rank_list, default=0)
+            rules = (
+                (len(rank_list) != world, f"{len(rank_list)} ranks for {world} places on the axes", ""),
+                (twice, f"duplicate ranks {twice}", ""),
+                (least < 0, f"{least}", "ranks are at least 0"),
+            )
+            raise_problems(
+                Problem("invalid-mesh", "ranks", found=found, hint=hint) for wrong, found, hint in rules if wrong
+            )
+        vars(self).update(
+            axis_names=tuple(axes),
+            shape=shape,
+            # None for 0 .. world_size - 1, in one spelling: equal meshes compare equal.
+            rank_list=None if rank_list == tuple(range(world)) else rank_list,
+        )
 
     def __repr__(self) -> str:
         ranks = "" if self.rank_list is None else f", ranks={self.rank_list!r}"
@@ -147,9 +154,13 @@ class MeshSpec:
         """Return the rank at ``coordinate``, one number for each axis."""
         places = zip(coordinate, self.shape, strict=False)  # the lengths are compared first
         if len(coordinate) != self.ndim or any(not 0 <= at < size for at, size in places):
-            reason = f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}"
-            hint = "give one number for each axis, from 0 to the axis size - 1"
-            raise PlanError(Problem("index-out-of-range", found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "index-out-of-range",
+                    found=f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}",
+                    hint="give one number for each axis, from 0 to the axis size - 1",
+                )
+            )
         return self.ranks[sum(at * stride for at, stride in zip(coordinate, self._strides, strict=True))]
 
     def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -175,8 +186,9 @@ class MeshSpec:
         for item in text.split(","):
             match = re.fullmatch(r"\s*([A-Za-z_][A-Za-z0-9_.\-]*)\s*[=:]\s*(\d+)\s*", item)
             if match is None or match[1] in axes:
-                hint = "write each axis once, as in 'dp=128, tp=8'"
-                raise PlanError(Problem("invalid-mesh", found=repr(text), hint=hint))
+                raise PlanError(
+                    Problem("invalid-mesh", found=repr(text), hint="write each axis once, as in 'dp=128, tp=8'")
+                )
             axes[match[1]] = int(match[2])
         return cls(axes)
 
@@ -202,12 +214,22 @@ class MeshSpec:
         from torch.distributed.device_mesh import DeviceMesh
 
         if not (dist.is_available() and dist.is_initialized()):
-            hint = "call torch.distributed.init_process_group first; planning needs no process group"
-            raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
+            raise PlanError(
+                Problem(
+                    "no-process-group",
+                    found="torch.distributed is not initialized",
+                    hint="call torch.distributed.init_process_group first; planning needs no process group",
+                )
+            )
         world = dist.get_world_size()
         if max(self.ranks) >= world:
-            reason = f"the mesh names rank {max(self.ranks)}, the default group has {world} ranks"
-            raise PlanError(Problem("mesh-too-large", found=reason, hint="start more processes or use a smaller mesh"))
+            raise PlanError(
+                Problem(
+                    "mesh-too-large",
+                    found=f"the mesh names rank {max(self.ranks)}, the default group has {world} ranks",
+                    hint="start more processes or use a smaller mesh",
+                )
+            )
         ranks = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(self.shape)
         groups = [self.axis_groups(axis) for axis in self.axis_names]
         # torch would sort them
@@ -215,9 +237,17 @@ class MeshSpec:
         if not unsorted:
             return DeviceMesh(device_type, ranks, mesh_dim_names=self.axis_names)
         if not _torch_compat.can_order_groups():
-            reason = f"ranks in the order {list(unsorted[0])}; this torch makes groups in ascending order only"
-            hint = "name the ranks along each axis in ascending order, or use a torch whose new_group has sort_ranks"
-            raise PlanError(Problem("missing-dependency", "ranks", found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "missing-dependency",
+                    "ranks",
+                    found=f"ranks in the order {list(unsorted[0])}; this torch makes groups in ascending order only",
+                    hint=(
+                        "name the ranks along each axis in ascending order, or use a torch whose "
+                        "new_group has sort_ranks"
+                    ),
+                )
+            )
         # Collective: every rank creates all groups, in the same order.
         own = []
         for members in (members for along in groups for members in along):
@@ -235,12 +265,16 @@ class MeshSpec:
 
 def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:
     """Return the problem of an axis name that ``mesh`` does not have."""
-    reason = f"the mesh has the axes {', '.join(mesh.axis_names)}"
-    hint = "use one of them, or add the axis to the mesh"
-    return Problem("unknown-axis", name=fqn, axis=str(name), found=reason, hint=hint)
+    return Problem(
+        "unknown-axis",
+        name=fqn,
+        axis=str(name),
+        found=f"the mesh has the axes {', '.join(mesh.axis_names)}",
+        hint="use one of them, or add the axis to the mesh",
+    )
 
 
-def as_mesh(mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None) -> MeshSpec | None:
+def as_mesh(mesh: MeshLike | None) -> MeshSpec | None:
     """Convert any value of a ``mesh=`` argument to a ``MeshSpec``."""
     if mesh is None or isinstance(mesh, MeshSpec):
         return mesh

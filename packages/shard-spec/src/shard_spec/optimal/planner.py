@@ -6,25 +6,28 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, Topology
-from shard_spec.estimate.data_parallel import block_names
+from shard_spec.estimate.communication import PRESETS, AlphaBetaCostModel, Topology
+from shard_spec.estimate.fully_shard import block_names
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.mesh import MeshLike, MeshSpec
 from shard_spec.layout.placements import InterleavedShard, PlacementSpec, ShardSpec
-from shard_spec.optimal.model import ROLE_STRATEGIES, StepModel, StrategyPerAxis, Workload
-from shard_spec.optimal.operations import Operation, Structure, structure_of
-from shard_spec.optimal.problem import CappedSolution, InfeasibleError, least_memory, solve_capped, solve_exact
+from shard_spec.optimal.model import (
+    ROLE_STRATEGIES,
+    Operation,
+    StepModel,
+    StrategyPerAxis,
+    Structure,
+    Workload,
+    structure_of,
+)
+from shard_spec.optimal.problem import CappedSolution, InfeasibleError
 from shard_spec.plan.metadata import metadata_of
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, OptimalityBound
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from shard_spec.planners.base import Decisions, LayoutPlanner, OptimalityBound
 
 
 class OptimalPlanner(LayoutPlanner):
@@ -52,7 +55,7 @@ class OptimalPlanner(LayoutPlanner):
         topology: Topology | None = None,
         memory_limit: int | None = None,
         *,
-        mesh: MeshLike | DeviceMesh,
+        mesh: MeshLike,
         workload: Workload,
     ) -> None:
         super().__init__(mesh)
@@ -73,13 +76,22 @@ class OptimalPlanner(LayoutPlanner):
         except InfeasibleError as error:
             least = error.least_bytes
             if least < 0:  # not a matter of memory
-                reason = "no combination of strategies divides the batch, the sequence and the heads"
-                hint = "choose another batch or another mesh"
-                raise PlanError(Problem("does-not-divide", found=reason, hint=hint)) from error
+                raise PlanError(
+                    Problem(
+                        "does-not-divide",
+                        found="no combination of strategies divides the batch, the sequence and the heads",
+                        hint="choose another batch or another mesh",
+                    )
+                ) from error
             needed, over, limit = map(human_bytes, (least, least - self.memory_limit, self.memory_limit))
-            reason = f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}"
-            hint = f"recompute, a smaller batch, more ranks, or memory_limit={least}"
-            raise PlanError(Problem("does-not-fit", "memory_limit", found=reason, hint=hint)) from error
+            raise PlanError(
+                Problem(
+                    "does-not-fit",
+                    "memory_limit",
+                    found=f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}",
+                    hint=f"recompute, a smaller batch, more ranks, or memory_limit={least}",
+                )
+            ) from error
         certificate = OptimalityBound(
             objective=solution.objective,
             lower_bound=solution.lower_bound,
@@ -126,8 +138,7 @@ class OptimalPlanner(LayoutPlanner):
             if not all(model.choices):
                 continue  # an operation without a strategy
             try:
-                free = solve_exact(model.problem)
-                if best is not None and free.objective >= best[1].objective:
+                if best is not None and model.solver.best.objective >= best[1].objective:
                     continue  # without a limit it is no faster
                 solution = _within(model, self.memory_limit)
             except InfeasibleError as error:
@@ -151,11 +162,11 @@ def _within(model: StepModel, limit: int) -> CappedSolution:
     bound, cap = -math.inf, limit
     while True:
         try:
-            solution = solve_capped(model.problem, cap)
+            solution = model.solver.within(cap)
         except InfeasibleError as error:
             if error.least_bytes < 0:
                 raise  # not a matter of memory
-            least = least_memory(model.problem).assignment
+            least = model.solver.fewest.assignment
             total = model.memory_bytes(least)
             if total > limit:
                 raise InfeasibleError(total, limit) from None

@@ -64,8 +64,10 @@ class PairwiseProblem:
 
     def evaluate(self, assignment: Sequence[int]) -> float:
         """Return the cost of `assignment`, one strategy index per node."""
-        costs = [cost[choice] for cost, choice in zip(self.costs, assignment, strict=True)]
-        costs += [matrix[assignment[i], assignment[j]] for (i, j), matrix in self.matrices.items()]
+        costs = [
+            *(cost[choice] for cost, choice in zip(self.costs, assignment, strict=True)),
+            *(matrix[assignment[i], assignment[j]] for (i, j), matrix in self.matrices.items()),
+        ]
         return float(torch.stack(costs).sum()) if costs else 0.0
 
     def memory_of(self, assignment: Sequence[int]) -> int:
@@ -97,28 +99,28 @@ class TooConnectedError(ValueError):
     """The graph needs a table beyond memory; exact elimination does not suit it."""
 
 
-def solve_exact(problem: PairwiseProblem) -> Solution:
-    """Return the least-cost assignment of `problem`; of equal ones the first in strategy order."""
-    return Eliminator(problem).solve()
-
-
 class Eliminator:
-    """A problem with its elimination order, for repeated solves with other node costs."""
+    """A problem with its elimination order, for repeated solves with other node costs.
 
-    def __init__(self, problem: PairwiseProblem) -> None:
+    Args:
+        problem: Complete: nodes and edges that are added later are not seen.
+        steps: The order of an equal graph, if it is known.
+    """
+
+    def __init__(self, problem: PairwiseProblem, steps: Steps | None = None) -> None:
         self.problem = problem
-        self.steps = plan_elimination([cost.numel() for cost in problem.costs], list(problem.matrices))
+        self.steps = steps or plan_elimination([cost.numel() for cost in problem.costs], list(problem.matrices))
         self._position = {node: at for at, (node, _) in enumerate(self.steps)}
         # Terms shared by all solves: a node's costs, and the edges to nodes that are eliminated later.
         self._fixed: list[list[Tensor]] = []
         for node, neighbours in self.steps:
-            own = problem.costs[node]
-            self._fixed.append([own.reshape(-1, *([1] * len(neighbours)))])
+            self._fixed.append([problem.costs[node].reshape(-1, *([1] * len(neighbours)))])
         for edge in sorted(problem.matrices):
             at = min(self._position[node] for node in edge)
             self._fixed[at].append(self._aligned_to(at, problem.matrices[edge], edge))
-        for parts in self._fixed:  # added up if the sum is small: views bound the memory over all steps
-            if math.prod(torch.broadcast_shapes(*(part.shape for part in parts))) <= MAX_KEPT_ENTRIES:
+        for (node, neighbours), parts in zip(self.steps, self._fixed, strict=True):
+            # Added up if the sum is small: views bound the memory over all steps.
+            if math.prod(problem.costs[each].numel() for each in (node, *neighbours)) <= MAX_KEPT_ENTRIES:
                 parts[:] = [functools.reduce(torch.add, parts)]
 
     def solve(self, extra: Sequence[Tensor] | None = None) -> Solution:
@@ -146,6 +148,54 @@ class Eliminator:
             chosen[node] = int(choice[tuple(chosen[other] for other in neighbours)])
         return Solution(tuple(chosen), self.problem.evaluate(chosen))
 
+    @functools.cached_property
+    def best(self) -> Solution:
+        """The least-cost assignment without a limit; of equal ones the first in strategy order."""
+        return self.solve()
+
+    @functools.cached_property
+    def fewest(self) -> Solution:
+        """The allowed assignment with the fewest bytes as its objective (infinity: none is allowed)."""
+        problem = self.problem
+        costs = [  # forbidden stays forbidden
+            torch.where(torch.isinf(cost), torch.inf, amount.double())
+            for cost, amount in zip(problem.costs, problem.memory, strict=True)
+        ]
+        matrices = {
+            edge: torch.where(torch.isinf(matrix), torch.inf, 0.0).double() for edge, matrix in problem.matrices.items()
+        }
+        return Eliminator(PairwiseProblem(costs, problem.memory, matrices), self.steps).solve()
+
+    def within(self, limit: int) -> CappedSolution:
+        """Minimise cost within `limit` bytes, as far as one price per byte can."""
+        problem, least, large = self.problem, self.fewest, self.best
+        if least.objective > limit:
+            raise InfeasibleError(-1 if math.isinf(least.objective) else int(least.objective), limit)
+        if problem.memory_of(large.assignment) <= limit:
+            return CappedSolution(large.assignment, large.objective, large.objective)
+        small = Solution(least.assignment, problem.evaluate(least.assignment))
+        best, bound = small, large.objective  # no cap: a lower bound
+        while True:
+            fewer = problem.memory_of(large.assignment) - problem.memory_of(small.assignment)
+            price = (small.objective - large.objective) / fewer  # equal charged cost of both
+            # Rounded down to the quantum: sums stay exact, and the bound stays a bound.
+            charges = [torch.floor(amount.double() * price / QUANTUM) * QUANTUM for amount in problem.memory]
+            answer = self.solve(charges)
+            charged = _charged(answer, charges)
+            least_cost = charged - Fraction(price) * limit
+            rounded = float(least_cost)  # the nearest: may be above
+            bound = max(bound, rounded if rounded <= least_cost else math.nextafter(rounded, -math.inf))
+            # No cheaper one at this price, or more prices gain little.
+            ended = min(_charged(large, charges), _charged(small, charges)) <= charged
+            if ended or best.objective - bound <= _CLOSE * bound:
+                best = min([best, *_mixed(problem, limit, large, small)], key=lambda each: each.objective)
+                return CappedSolution(best.assignment, best.objective, min(bound, best.objective))
+            if problem.memory_of(answer.assignment) > limit:  # keep one solution on each side of the limit
+                large = answer
+            else:
+                small = answer
+                best = min(best, answer, key=lambda each: each.objective)
+
     def _aligned_to(self, at: int, values: Tensor, nodes: Sequence[int]) -> Tensor:
         """View `values` over `nodes` as a tensor that broadcasts over the table of step `at`."""
         node, neighbours = self.steps[at]
@@ -157,9 +207,10 @@ class Eliminator:
         return values.permute(*order).reshape(shape)
 
 
-def plan_elimination(
-    num_strategies: Sequence[int], edges: Sequence[tuple[int, int]]
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
+Steps = tuple[tuple[int, tuple[int, ...]], ...]  # each node with its neighbours that are left, in order
+
+
+def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, int]]) -> Steps:
     """Return the min-degree order (smallest table among equals, then lowest index), each node with its neighbours."""
     num_nodes = len(num_strategies)
     adjacent: list[set[int]] = [set() for _ in range(num_nodes)]
@@ -220,72 +271,29 @@ class CappedSolution(Solution):
         return max(0.0, self.objective - self.lower_bound) / (abs(self.objective) or 1.0)
 
 
-def solve_capped(problem: PairwiseProblem, limit: int) -> CappedSolution:
-    """Minimise cost within `limit` bytes, as far as one price per byte can."""
-    least = least_memory(problem)
-    if least.objective > limit:
-        raise InfeasibleError(-1 if math.isinf(least.objective) else int(least.objective), limit)
-    eliminator = Eliminator(problem)
-    large = eliminator.solve()  # the optimum without a limit
-    if problem.memory_of(large.assignment) <= limit:
-        return CappedSolution(large.assignment, large.objective, large.objective)
-    small = Solution(least.assignment, problem.evaluate(least.assignment))
-    best, bound = small, large.objective  # no cap: a lower bound
-    while True:
-        fewer = problem.memory_of(large.assignment) - problem.memory_of(small.assignment)
-        price = (small.objective - large.objective) / fewer  # equal charged cost of both
-        # Rounded down to the quantum: sums stay exact, and the bound stays a bound.
-        charges = [torch.floor(amount.double() * price / QUANTUM) * QUANTUM for amount in problem.memory]
-        answer = eliminator.solve(charges)
-        charged = _charged(answer, charges)
-        least_cost = charged - Fraction(price) * limit
-        rounded = float(least_cost)  # the nearest: may be above
-        bound = max(bound, rounded if rounded <= least_cost else math.nextafter(rounded, -math.inf))
-        ended = min(_charged(large, charges), _charged(small, charges)) <= charged  # no cheaper one at this price
-        if ended or best.objective - bound <= _CLOSE * bound:
-            best = min([best, *_mixed(problem, limit, large, small)], key=lambda each: each.objective)
-            return CappedSolution(best.assignment, best.objective, min(bound, best.objective))
-        if problem.memory_of(answer.assignment) > limit:  # keep one solution on each side of the limit
-            large = answer
-        else:
-            small = answer
-            best = min(best, answer, key=lambda each: each.objective)
-
-
 def _mixed(problem: PairwiseProblem, limit: int, large: Solution, small: Solution) -> list[Solution]:
     """Mix both solutions, one for the first nodes, as close to the limit as possible."""
     mixtures = []
-    for one, other in ((large, small), (small, large)):
+    for head, other in ((large, small), (small, large)):
         first, rest = (
             torch.tensor(
                 [int(amount[choice]) for amount, choice in zip(problem.memory, each.assignment, strict=True)],
                 device="cpu",
             )
-            for each in (one, other)
+            for each in (head, other)
         )
         totals = first.cumsum(0) + rest.sum() - rest.cumsum(0)  # bytes with `one` up to this node
         at = int(torch.where(totals <= limit, totals, -1).argmax()) + 1  # most bytes within the limit
-        assignment = one.assignment[:at] + other.assignment[at:]
+        assignment = head.assignment[:at] + other.assignment[at:]
         if int(totals[at - 1]) <= limit:
             mixtures.append(Solution(assignment, problem.evaluate(assignment)))
     return mixtures
 
 
-def least_memory(problem: PairwiseProblem) -> Solution:
-    """Return the allowed assignment with the fewest bytes as its objective (infinity: none is allowed)."""
-    costs = [  # forbidden stays forbidden
-        torch.where(torch.isinf(cost), torch.inf, amount.double())
-        for cost, amount in zip(problem.costs, problem.memory, strict=True)
-    ]
-    matrices = {
-        edge: torch.where(torch.isinf(matrix), torch.inf, 0.0).double() for edge, matrix in problem.matrices.items()
-    }
-    only_memory = PairwiseProblem(costs, problem.memory, matrices)
-    return Eliminator(only_memory).solve()
-
-
 def _charged(solution: Solution, charges: Sequence[torch.Tensor]) -> Fraction:
-    """Sum cost and charges of an assignment exactly: the search ends by comparing such sums."""
-    return Fraction(solution.objective) + sum(
-        Fraction(float(charge[choice])) for charge, choice in zip(charges, solution.assignment, strict=True)
-    )
+    """Sum cost and charges of an assignment exactly: the search ends by comparing such sums.
+
+    Charges are multiples of the quantum, a power of two: their counts are whole numbers, and sums of these are exact.
+    """
+    quanta = sum(int(charge[at] / QUANTUM) for charge, at in zip(charges, solution.assignment, strict=True))
+    return Fraction(solution.objective) + quanta * Fraction(QUANTUM)

@@ -60,14 +60,16 @@ class AxisRoles:
 
 def role_problems(roles: Mapping[str, str], mesh: MeshSpec | None) -> list[Problem]:
     """Return the problems of a plan's ``axis_roles``: unknown roles, and axes that the mesh lacks."""
-    problems = []
-    for axis, role in roles.items():
-        if role not in ROLES:
-            hint = f"one of {', '.join(ROLES)}"
-            problems.append(Problem("invalid-argument", "axis_roles", axis=axis, found=repr(role)[:100], hint=hint))
-        if mesh is not None and axis not in mesh.axis_names:
-            problems.append(unknown_axis(axis, mesh, "axis_roles"))
-    return problems
+    return [
+        *(
+            Problem(
+                "invalid-argument", "axis_roles", axis=axis, found=repr(role)[:100], hint=f"one of {', '.join(ROLES)}"
+            )
+            for axis, role in roles.items()
+            if role not in ROLES
+        ),
+        *(unknown_axis(axis, mesh, "axis_roles") for axis in roles if mesh is not None and axis not in mesh.axis_names),
+    ]
 
 
 def roles_of(mesh: MeshSpec, plan_roles: Mapping[str, str], data_axes: Iterable[str] | None = None) -> AxisRoles:
@@ -91,9 +93,17 @@ def roles_of(mesh: MeshSpec, plan_roles: Mapping[str, str], data_axes: Iterable[
         role = plan_roles.get(axis) or ROLE_BY_NAME.get(axis)
         is_data = declared is not None and axis in declared
         if declared is not None and axis in plan_roles and is_data != (role in DATA_ROLES):
-            found = f"data_axes={declared}, and the plan knows {axis} as a {role} axis"
-            hint = "name the plan's own data axes too, or plan | ShardingPlan({}, axis_roles=...) to change a role"
-            problems.append(Problem("conflicting-arguments", "data_axes", axis=axis, found=found, hint=hint))
+            problems.append(
+                Problem(
+                    "conflicting-arguments",
+                    "data_axes",
+                    axis=axis,
+                    found=f"data_axes={declared}, and the plan knows {axis} as a {role} axis",
+                    hint=(
+                        "name the plan's own data axes too, or plan | ShardingPlan({}, axis_roles=...) to change a role"
+                    ),
+                )
+            )
         elif declared is not None:
             # The declaration decides between data and model; the plan or the name may say which kind of it.
             by_axis[axis] = role if role and (role in DATA_ROLES) == is_data else "data" if is_data else "model"
@@ -101,8 +111,13 @@ def roles_of(mesh: MeshSpec, plan_roles: Mapping[str, str], data_axes: Iterable[
             by_axis[axis] = role
             by_name += [axis] if axis not in plan_roles and size > 1 else []
         elif size > 1:
-            found = f"nothing says whether its {size} ranks see different samples or the same"
-            hint = f"pass data_axes={[*data, axis]} if different, data_axes={data} if the same"
-            problems.append(Problem("undeclared-axis", axis=axis, found=found, hint=hint))
+            problems.append(
+                Problem(
+                    "undeclared-axis",
+                    axis=axis,
+                    found=f"nothing says whether its {size} ranks see different samples or the same",
+                    hint=f"pass data_axes={[*data, axis]} if different, data_axes={data} if the same",
+                )
+            )
     raise_problems(problems)
     return AxisRoles(by_axis, tuple(by_name))

@@ -1,26 +1,298 @@
-"""PlanContent: the data of a sharding plan with its digest and JSON, base of `ShardingPlan`."""
+"""Content of a plan: its rules with their values, its digest, and its JSON.
+
+JSON of untrusted input is bounded in size and depth, with unique keys and plain values. A file with two values under
+one key is refused: the intended one is unknown.
+
+A plan as JSON has one form for one content, and a format number. The document, one rule a line, rules sorted by
+pattern::
+
+    {"format": "shard-spec/plan", "version": 1,
+     "mesh": {"axes": [["dp", 2], ["tp", 4]], "ranks": null},
+     "strict": false,
+     "rules": [["layers.*.attn.wq.weight", "dp:R, tp:S(0)"], ...],
+     "output_plan": null, "return_local_tensor": null, "axis_roles": [["dp", "data"], ["tp", "model"]]}
+
+A plan without roles of axes has no key ``axis_roles``.
+
+A value is the text of a layout on the plan's mesh, or ``{"layout": text, "mesh": mesh}`` for one on another mesh.
+Specs have no file form: their layouts depend on shapes.
+
+Untrusted plan files are read as arguments of a plan: checked at each step, nothing executed or imported.
+
+`PlanContent` has the data of a sharding plan with its digest and JSON; `ShardingPlan` is its subclass.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, TypeAlias
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.layout.mesh import MeshLike, MeshSpec, as_mesh
+from shard_spec.layout.placements import PlacementLike, SpecialShard, layout_items, parse_placement, placement_spec
 from shard_spec.plan.axis_roles import role_problems
-from shard_spec.plan.read import from_dict, from_json
-from shard_spec.plan.serialize import FORMAT, VERSION, dump, items, mesh_document
-from shard_spec.plan.values import PlanValue, is_sharder, is_spec, to_layout
+from shard_spec.specs import Sharder, ShardingSpec, as_spec
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+MAX_BYTES = 64 * 2**20
+
+
+def json_values(text: str | bytes, *, floats: bool = False) -> Any:
+    """Return the values of a JSON text.
+
+    Args:
+        text: The text; bytes are UTF-8.
+        floats: True to accept fractions. NaN and Infinity are never accepted; they are not JSON.
+
+    Raises:
+        ValueError: It is too long, nested too deep, not JSON, or has a key twice in one object.
+    """
+    if len(text) > MAX_BYTES:  # before any parsing
+        raise ValueError(f"{len(text)} characters, more than {MAX_BYTES}")
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
+    fraction = float if floats else _no_constant  # no fraction in a plan
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=fraction)
+    except RecursionError:  # json recurses once per level
+        raise ValueError("nested too deep") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):  # a duplicate overwrote a value
+        raise ValueError("a key appears twice in one object")
+    return mapping
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text[:40]} has no place in it")
+
+
+LayoutLike: TypeAlias = "Layout | str | PlacementLike | Sequence[PlacementLike] | Mapping[str, PlacementLike]"
+PlanValue: TypeAlias = "LayoutLike | ShardingSpec | Sharder | Any"
+
+
+def is_spec(value: object) -> bool:
+    """Return True if ``value`` is a sharding spec: ours, a user's subclass, or one of torch's own."""
+    return not isinstance(value, type) and callable(getattr(value, "build_metadata", None))
+
+
+def is_sharder(value: object) -> bool:
+    """Return True if ``value`` is a Sharder: it shards a full module by itself."""
+    plain = isinstance(value, Layout | str | Mapping | Sequence)
+    return not plain and not isinstance(value, type) and not is_spec(value) and callable(getattr(value, "shard", None))
+
+
+def is_placement(value: object) -> bool:
+    """Return True if ``value`` is a single placement."""
+    if isinstance(value, SpecialShard):
+        return True
+    types = sys.modules.get("torch.distributed.tensor.placement_types")
+    return types is not None and isinstance(value, types.Placement)
+
+
+def as_placements(value: Any) -> Any:
+    """Convert ``value`` to the form of ``Layout``: a single placement is that of the only axis."""
+    return [value] if is_placement(value) else value
+
+
+def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
+    """Return the layout of ``value`` on ``mesh``; not for specs and Sharders.
+
+    Raises:
+        PlanError: ``missing-mesh`` if it needs a mesh and there is none; problems of :class:`Layout`; ``wrong-type``.
+    """
+    if isinstance(value, Layout):
+        return value
+    if not (
+        is_placement(value) or isinstance(value, str | Mapping | Sequence)
+    ):  # before the mesh: the type is the first error
+        raise PlanError(
+            Problem(
+                "wrong-type",
+                found=f"{value!r:.200} of type {type(value).__qualname__}",
+                hint="give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder",
+            )
+        )
+    if mesh is None:  # placements alone have no axes
+        raise PlanError(
+            Problem(
+                "missing-mesh", found=f"{value!r:.200}", hint="pass mesh= to the plan, or a Layout that has its own"
+            )
+        )
+    return Layout(mesh, as_placements(value))
+
+
+FORMAT = "shard-spec/plan"
+VERSION = 1
+
+
+def dump(document: Mapping[str, Any]) -> str:
+    """Format JSON with one rule a line, for readable diffs in version control."""
+    lines = []  # json.dumps alone has one line or too many
+    for key, value in document.items():
+        if key in ("rules", "output_plan") and value:
+            text = "[\n" + ",\n".join("  " + json.dumps(item) for item in value) + "\n ]"
+        else:
+            text = json.dumps(value)
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def items(table: Mapping[str, PlanValue], mesh: MeshSpec | None, problems: list[Problem]) -> list[list[Any]]:
+    """Return the rules of a table, sorted; a rule without a file form is added to ``problems``."""
+    return [[key, _value_document(key, table[key], mesh, problems)] for key in sorted(table, key=str)]
+
+
+def mesh_document(mesh: MeshSpec) -> dict[str, Any]:
+    """Return a mesh as values."""
+    axes = [[name, size] for name, size in mesh.axes.items()]
+    return {"axes": axes, "ranks": (None if mesh.rank_list is None else list(mesh.rank_list))}
+
+
+def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems: list[Problem]) -> Any:
+    if not isinstance(key, str):
+        key, kind = repr(key), type(key).__qualname__  # goes on, to report all problems
+        problems.append(Problem("invalid-plan", key, found=f"a key of type {kind}", hint="use text"))
+    if isinstance(value, Layout):  # the mesh is stored if it is not the plan's
+        return str(value) if value.mesh == mesh else {"layout": str(value), "mesh": mesh_document(value.mesh)}
+    if is_spec(value) or is_sharder(value):  # what stands for them is for the digest alone
+        value = as_spec(value) or value
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        kind, hint = "spec", "write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))"
+        if is_sharder(value):
+            kind, hint = "Sharder", "a Sharder is code: keep it in code, and write the other rules"
+        problems.append(Problem("invalid-plan", key, found=f"a {kind} of type {name}", hint=hint))
+        shown = "" if " at 0x" in repr(value) else repr(value)
+        return {"sharder": name} if is_sharder(value) else {"spec": name, "repr": shown}
+    try:
+        if mesh is not None:
+            return str(Layout(mesh, as_placements(value)))
+        if isinstance(value, str):
+            return value  # its axes depend on the mesh
+        named = value.items() if isinstance(value, Mapping) else (("", each) for each in as_placements(value))
+        specs = [(axis, parse_placement(p) if isinstance(p, str) else placement_spec(p)) for axis, p in named]
+        return ", ".join(f"{axis}:{spec}" if axis else str(spec) for axis, spec in specs)
+    except (PlanError, TypeError) as error:
+        problems.append(
+            Problem("invalid-plan", key, found=f"{value!r:.200}: {error}", hint="correct the rule; see plan.problems")
+        )
+        return {"wrong": repr(value)}  # for the digest only
+
+
+MAX_RULES = 1_000_000
+_KEYS = {"format", "version", "mesh", "strict", "rules", "output_plan", "return_local_tensor"}
+
+
+def from_json(text: str | bytes) -> dict[str, Any]:
+    """Read the output of `to_json` as data: nothing is executed or imported by name.
+
+    All else raises ``invalid-plan``. Rules that do not match the model are accepted; ``validate`` lists them.
+    """
+    try:
+        document = json_values(text)
+    except ValueError as error:
+        raise _bad(f"not JSON: {str(error)[:200]}") from None
+    return from_document(document)
+
+
+def from_dict(document: Any) -> dict[str, Any]:
+    """Read the document of `to_json` as values, also in handwritten form; see ``ShardingPlan.from_dict``."""
+    if not isinstance(document, dict):
+        return from_document(document)
+    full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
+    if isinstance(full["mesh"], dict):
+        full["mesh"] = {"ranks": None, **full["mesh"]}
+    for table, key in (full, "rules"), (full, "output_plan"), (full, "axis_roles"), (full["mesh"], "axes"):
+        if isinstance(table, dict) and isinstance(table.get(key), dict):  # the JSON form is a list of pairs
+            table[key] = [[name, value] for name, value in table[key].items()]
+    return from_document(full)
+
+
+def from_document(document: Any) -> dict[str, Any]:
+    """Read a document made of plain JSON types."""
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise _bad(f"no object with 'format': '{FORMAT}'")
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:  # True equals 1, but is no version
+        text = f"format version {version!r:.60}, this release reads {VERSION}"
+        hint = "install the release of shard-spec that wrote the file, or write it again"
+        raise PlanError(Problem("invalid-plan", found=text, hint=hint))
+    if set(document) - {"axis_roles"} != _KEYS:  # unknown keys may change the meaning
+        odd = sorted((set(document) - {"axis_roles"}) ^ _KEYS)
+        raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))[:300]}")
+    mesh = _read_mesh(document["mesh"])
+    strict, output, local = document["strict"], document["output_plan"], document["return_local_tensor"]
+    if not isinstance(strict, bool):
+        raise _bad("'strict' is neither true nor false")  # bool() would accept any text
+    if local is not None and not (isinstance(local, list) and all(isinstance(name, str) for name in local)):
+        raise _bad("'return_local_tensor' is no list of names")
+    rules = _read_items("rules", document["rules"])
+    outputs = None if output is None else _read_items("output_plan", output)
+    # Text that is no layout on any mesh is refused. ``validate`` checks it against this mesh and a model.
+    problems: list[Problem] = []
+    names = {value: name for name, value in {**rules, **(outputs or {})}.items() if isinstance(value, str)}
+    for text, name in names.items():
+        try:
+            for _, placement in layout_items(text):
+                parse_placement(placement)
+        except PlanError as error:
+            problems += [Problem("invalid-plan", name, found=each.found, hint=each.hint) for each in error.problems]
+    raise_problems(problems, "the file holds layouts that cannot be read")
+    roles = document.get("axis_roles", [])
+    pairs = isinstance(roles, list) and all(isinstance(item, list) and len(item) == 2 for item in roles)
+    if not pairs or not all(isinstance(text, str) for item in roles for text in item):
+        raise _bad(f"'axis_roles' is no list of [axis, role]: {str(roles)[:100]}")
+    if len(roles) != len({axis for axis, _ in roles}):
+        raise _bad("'axis_roles' names an axis twice")
+    raise_problems(role_problems(dict(roles), mesh), "the file holds roles that cannot be read")
+    content = {"plan": rules, "output_plan": outputs, "return_local_tensor": local, "mesh": mesh, "strict": strict}
+    return {**content, "axis_roles": dict(roles)}
+
+
+def _read_items(name: str, items: Any) -> dict[str, Any]:
+    if not isinstance(items, list) or len(items) > MAX_RULES:
+        raise _bad(f"'{name}' is no list, or longer than {MAX_RULES}")
+    table: dict[str, Any] = {}
+    for item in items:
+        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)) or item[0] in table:
+            raise _bad(f"'{name}' holds {str(item)[:100]}, which is not [pattern, value], or is a duplicate")
+        table[item[0]] = value = item[1]
+        if isinstance(value, dict) and set(value) == {"layout", "mesh"} and isinstance(value["layout"], str):
+            mesh = _read_mesh(value["mesh"])
+            value = table[item[0]] = None if mesh is None else Layout(mesh, value["layout"])
+        if not isinstance(value, str | Layout):
+            raise _bad(f"the value {str(item[1])[:100]} is neither text nor a layout")
+    return table
+
+
+def _read_mesh(value: Any) -> MeshSpec | None:
+    if value is None:
+        return None
+    good = isinstance(value, dict) and set(value) == {"axes", "ranks"} and isinstance(value["axes"], list)
+    ranks = value["ranks"] if good else None
+    numbers = isinstance(ranks, list) and all(type(each) is int for each in ranks)  # type(): no booleans
+    if not good or not (ranks is None or numbers):
+        raise _bad(f"the mesh {str(value)[:100]}")
+    axes: dict[str, int] = {}
+    for item in value["axes"]:
+        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)) or item[0] in axes:
+            raise _bad(f"the mesh axis {str(item)[:100]}")
+        axes[item[0]] = item[1]
+    return MeshSpec(axes, ranks)
+
+
+def _bad(found: str) -> PlanError:
+    return PlanError(Problem("invalid-plan", found=found, hint="this reads what ShardingPlan.to_json wrote"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +313,9 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
     problems: list[Problem] = []
     pattern = None
     if not isinstance(key, str):
-        reason = f"a key of type {type(key).__qualname__}"
-        problems.append(Problem("invalid-argument", name, found=reason, hint="use text"))
+        problems.append(
+            Problem("invalid-argument", name, found=f"a key of type {type(key).__qualname__}", hint="use text")
+        )
     else:
         try:
             pattern = Pattern(key)
@@ -59,12 +332,18 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
         if isinstance(value, str):
             layouts[value] = layout  # parsed once per text
         if mesh is not None and layout.mesh != mesh:
-            reason = f"its layout is on {layout.mesh!r}, the plan on {mesh!r}"
-            hint = "make the layout on the plan's mesh, or leave the plan's mesh out"
-            problems.append(Problem("mesh-mismatch", name, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "mesh-mismatch",
+                    name,
+                    found=f"its layout is on {layout.mesh!r}, the plan on {mesh!r}",
+                    hint="make the layout on the plan's mesh, or leave the plan's mesh out",
+                )
+            )
     except PlanError as error:
-        for problem in error.problems:
-            problems.append(replace(problem, name=f"{name} ({problem.name})" if problem.name else name))
+        problems += [
+            replace(problem, name=f"{name} ({problem.name})" if problem.name else name) for problem in error.problems
+        ]
     return Rule(name, pattern, value, "layout" if layout else "wrong", layout, tuple(problems), is_exact)
 
 
@@ -85,7 +364,7 @@ class PlanContent:
         output_plan: Mapping[str, PlanValue] | None = None,
         return_local_tensor: Sequence[str] | None = None,
         *,
-        mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None = None,
+        mesh: MeshLike | None = None,
         strict: bool = False,
         axis_roles: Mapping[str, str] | None = None,
     ) -> None:
@@ -95,14 +374,14 @@ class PlanContent:
                 raise TypeError(f"ShardingPlan: {name} is a mapping from {content}, not {type(value).__qualname__}")
         if isinstance(return_local_tensor, str):  # tuple() would split it into letters
             raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
-        object.__setattr__(self, "plan", MappingProxyType(dict(plan)))
-        output = None if output_plan is None else MappingProxyType(dict(output_plan))
-        object.__setattr__(self, "output_plan", output)
-        local = None if return_local_tensor is None else tuple(return_local_tensor)
-        object.__setattr__(self, "return_local_tensor", local)
-        object.__setattr__(self, "mesh", as_mesh(mesh))  # frozen dataclass
-        object.__setattr__(self, "strict", bool(strict))
-        object.__setattr__(self, "axis_roles", MappingProxyType(dict(sorted((axis_roles or {}).items()))))
+        vars(self).update(  # frozen dataclass
+            plan=MappingProxyType(dict(plan)),
+            output_plan=None if output_plan is None else MappingProxyType(dict(output_plan)),
+            return_local_tensor=None if return_local_tensor is None else tuple(return_local_tensor),
+            mesh=as_mesh(mesh),
+            strict=bool(strict),
+            axis_roles=MappingProxyType(dict(sorted((axis_roles or {}).items()))),
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlanContent):

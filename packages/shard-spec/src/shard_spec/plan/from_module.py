@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import Section, sharding_info_of
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import REPLICATE, BlockShard, InterleavedShard, PlacementSpec, ShardSpec
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 _FORM = "(device_mesh, placements, global_shape, global_stride[, sections])"
 
@@ -43,8 +42,7 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
         covered = widest is not None and all(set(widest.ranks).issuperset(each.ranks) for each in meshes)
         mesh = mesh or (widest if covered else None)
         if mesh is None:
-            hint = "pass mesh="
-            raise PlanError(Problem("missing-mesh", found="no tensor of the model carries a mesh", hint=hint))
+            raise PlanError(Problem("missing-mesh", found="no tensor of the model carries a mesh", hint="pass mesh="))
         layouts.update({name: Layout.replicated(mesh) for name in plain})
     return {name: layouts[name] for name, _ in named}
 
@@ -83,21 +81,29 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
     """Apply sections of the one sharded dim: each is sharded by itself, between units, in ``copies`` copies."""
     cutting = [at for at, spec in enumerate(layout.specs) if spec.dim is not None]
     if len(cutting) != 1:
-        reason = f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that shard ({layout})"
-        raise _not_said(reason, "sections are of the dim that one axis cuts")
+        raise _not_said(
+            f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that shard ({layout})",
+            "sections are of the dim that one axis cuts",
+        )
     (at,) = cutting  # one sharding axis
     dim = layout.specs[at].dim
     assert dim is not None
     if not -len(shape) <= dim < len(shape) or sum(each.size for each in sections) != shape[dim]:
-        reason = f"sections {[tuple(each) for each in sections]} of dim {dim} of a tensor of shape {shape}"
-        raise _not_said(reason, "the sizes of the sections have to add up to the length of the dim")
+        raise _not_said(
+            f"sections {[tuple(each) for each in sections]} of dim {dim} of a tensor of shape {shape}",
+            "the sizes of the sections have to add up to the length of the dim",
+        )
     if any(each.first for each in sections):
-        reason = f"sections {[tuple(each) for each in sections]}: rows whose first unit is not on the first rank"
-        raise _not_said(reason, "stack such rows (numbered experts) in one tensor that is sharded along the new dim")
+        raise _not_said(
+            f"sections {[tuple(each) for each in sections]}: rows whose first unit is not on the first rank",
+            "stack such rows (numbered experts) in one tensor that is sharded along the new dim",
+        )
     copies = {each.copies for each in sections}  # one axis has one number of copies
     if len(copies) > 1:
-        reason = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
-        raise _not_said(reason, "keep sections with other copies in a weight of their own")
+        raise _not_said(
+            f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others",
+            "keep sections with other copies in a weight of their own",
+        )
     # Every shard lies on so many neighbouring ranks: the axis splits into a sharding and a replicating one.
     mesh, size, num_copies = layout.mesh, layout.mesh.shape[at], copies.pop()
     if size % num_copies:
@@ -114,8 +120,10 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
     count = layout.mesh.shape[at]
     even = all(each.unit == 1 or each.size // each.unit % count == 0 for each in sections)
     if len(sections) > 1 and not even:
-        reason = f"sections {[tuple(each) for each in sections]} over {count} ranks: units that do not divide"
-        raise _not_said(reason, "a number of units in each section that the ranks divide")
+        raise _not_said(
+            f"sections {[tuple(each) for each in sections]} over {count} ranks: units that do not divide",
+            "a number of units in each section that the ranks divide",
+        )
     spec: PlacementSpec = InterleavedShard(dim, tuple(each.size for each in sections))
     if len(sections) == 1:
         spec = ShardSpec(dim) if even else BlockShard(dim, sections[0].unit)

@@ -36,7 +36,7 @@ def glob_rules(values: Mapping[str, T | None], aliases: Collection[str], others:
 
 def _glob_matches(pattern: str, stem: str) -> bool:
     mine, theirs = pattern.split("."), stem.split(".")
-    return len(mine) == len(theirs) and all(one in ("*", other) for one, other in zip(mine, theirs, strict=True))
+    return len(mine) == len(theirs) and all(own in ("*", other) for own, other in zip(mine, theirs, strict=True))
 
 
 def _rules_of_group(pattern: str, members: list[str], values: Mapping[str, T | None]) -> dict[str, T]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shard_spec._shared.dtypes import FLOATING, ITEM_BYTES
 from shard_spec._shared.problems import PlanError, Problem
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 def require_floating(*dtypes: object) -> None:
@@ -51,11 +52,14 @@ class TensorMetadata:
     stored_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
-        object.__setattr__(self, "aliases", tuple(self.aliases) or (self.name,))  # at least its own name
+        vars(self).update(
+            shape=tuple(int(size) for size in self.shape),
+            aliases=tuple(self.aliases) or (self.name,),  # at least its own name
+        )
         if self.dtype not in ITEM_BYTES:
-            hint = f"one of {', '.join(ITEM_BYTES)}"
-            raise PlanError(Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=hint))
+            raise PlanError(
+                Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=f"one of {', '.join(ITEM_BYTES)}")
+            )
 
     def bytes_of(self, numel: int, dtype: str | None = None) -> int:
         """Return the bytes of ``numel`` elements.
@@ -96,10 +100,12 @@ class ModelMetadata:
     problems: tuple[Problem, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", tuple(self.tensors))
-        object.__setattr__(self, "modules", dict(self.modules))
+        vars(self).update(
+            tensors=tuple(self.tensors),
+            modules=dict(self.modules),
+        )
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[TensorMetadata, ...]:
         """Parameters among the tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == "parameter")
@@ -131,9 +137,6 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
     """
     if isinstance(model, ModelMetadata):  # read before
         return model
-    from torch import nn
-    from torch.nn.parameter import is_lazy
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"a plan is about an nn.Module or ModelMetadata, not {type(model).__qualname__}")
     if type(model).__name__ == "OptimizedModule":  # no call for other models: apply asserts its number of frames
@@ -150,16 +153,15 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
                 if tensor is not None:
                     entry = seen.setdefault(id(tensor), (tensor, kind, [], class_name, sparse))
                     entry[2].append(f"{path}.{name}" if path else name)
-    metadata: list[TensorMetadata] = []
-    problems: list[Problem] = []
+    metadata, problems = list[TensorMetadata](), list[Problem]()
     for tensor, kind, names, class_name, sparse in seen.values():
         if is_lazy(tensor):  # no shape yet
             hint = "run one forward pass (a lazy module learns its shapes there), then plan"
             problems.append(Problem("uninitialized-parameter", names[0], found="its shape is not known yet", hint=hint))
             continue
         shape, dtype, grad = global_shape(tensor), str(tensor.dtype).removeprefix("torch."), bool(tensor.requires_grad)
-        stored = getattr(tensor, "stored_bytes", None)
-        metadata.append(TensorMetadata(names[0], shape, dtype, kind, grad, tuple(names), class_name, sparse, stored))
+        more = class_name, sparse, getattr(tensor, "stored_bytes", None)
+        metadata.append(TensorMetadata(names[0], shape, dtype, kind, grad, tuple(names), *more))
     return ModelMetadata(tuple(metadata), modules, tuple(problems))
 
 

@@ -6,24 +6,18 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.axis_roles import AxisRoles, role_problems, roles_of
-from shard_spec.plan.content import Rule
+from shard_spec.plan.content import PlanContent, Rule, is_spec, to_layout
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
-from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.specs.base import ShardingSpec, from_torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.metadata import ModelMetadata
-
+from shard_spec.specs import ShardingSpec, from_torch
 
 Checked: TypeAlias = set[tuple[Layout, tuple[int, ...]]]  # layouts that are valid for a shape
 
@@ -92,8 +86,9 @@ class Resolution(Mapping[str, Layout]):
         """
         meshes = {layout.mesh for layout in self.layouts.values()} or {self.mesh} - {None}
         if len(meshes) != 1:
-            reason = f"{len(meshes)} meshes in one plan"
-            raise PlanError(Problem("mesh-mismatch", found=reason, hint="put all layouts on one mesh"))
+            raise PlanError(
+                Problem("mesh-mismatch", found=f"{len(meshes)} meshes in one plan", hint="put all layouts on one mesh")
+            )
         (mesh,) = meshes
         assert mesh is not None
         return mesh
@@ -136,9 +131,11 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         matching: dict[str, list[Rule]] = {}  # by alias, an exact rule first
         for alias in tensor.aliases:
             listed = [exact[alias]] if alias in exact else []
-            for rule, pattern in globs:
-                if (tensor.kind == "parameter" or pattern.names_buffers) and pattern.matches(alias):
-                    listed.append(rule)
+            listed += [
+                rule
+                for rule, pattern in globs
+                if (tensor.kind == "parameter" or pattern.names_buffers) and pattern.matches(alias)
+            ]
             if listed:
                 matching[alias] = listed
         matched[tensor.name] = tuple(dict.fromkeys(rule.key for listed in matching.values() for rule in listed))
@@ -148,11 +145,17 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     used = set().union(*matched.values())
     unused = [rule.key for rule in rules if rule.key not in used]
     if len(unused) > 1 and len(unused) == len(rules) and metadata.tensors and not sharders:
-        text = (
-            f"none of the {len(unused)} rules names a tensor of this model, whose first is {metadata.tensors[0].name!r}"
+        problems.append(
+            Problem(
+                "model-mismatch",
+                unused[0],
+                found=(
+                    f"none of the {len(unused)} rules names a tensor of this model, whose first is "
+                    f"{metadata.tensors[0].name!r}"
+                ),
+                hint="pass the model of the plan, or correct the prefix of its names",
+            )
         )
-        hint = "pass the model of the plan, or correct the prefix of its names"
-        problems.append(Problem("model-mismatch", unused[0], found=text, hint=hint))
         unused = []
     for key in unused:
         if key in metadata.modules:
@@ -160,8 +163,9 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         else:
             close = difflib.get_close_matches(key, list(tensors)[:5000], n=1)  # quadratic: bounded
             hint = f"did you mean {close[0]!r}?" if close else "remove the rule or correct the pattern"
-        text = "no parameter or buffer has a name like this"
-        problems.append(Problem("unmatched-pattern", key, found=text, hint=hint))
+        problems.append(
+            Problem("unmatched-pattern", key, found="no parameter or buffer has a name like this", hint=hint)
+        )
     # Tensors without a rule replicate on the others' mesh, or on all their ranks on one axis.
     meshes = list(dict.fromkeys(layout.mesh for _, layout in decided.values() if layout is not None))
     mesh = plan.mesh or (meshes[0] if meshes else None)
@@ -170,8 +174,13 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         mesh = MeshSpec({"ranks": len(ranks)}, ranks)
     default = None if mesh is None else Layout(mesh, {})
     if default is None and not problems and any(each is None for each, _ in decided.values()):
-        hint = "pass mesh= to the plan: there are tensors that no rule mentions"
-        problems.append(Problem("missing-mesh", found="neither the plan nor a rule names ranks", hint=hint))
+        problems.append(
+            Problem(
+                "missing-mesh",
+                found="neither the plan nor a rule names ranks",
+                hint="pass mesh= to the plan: there are tensors that no rule mentions",
+            )
+        )
     chosen = ((name, default if each is None else layout) for name, (each, layout) in decided.items())
     layouts = {name: layout for name, layout in chosen if layout is not None}
     rule_of = {name: each.key if each else "" for name, (each, _) in decided.items()}
@@ -217,10 +226,15 @@ def _layout_of(rule: Rule, tensor: TensorMetadata, good: Checked, problems: list
         return layout
     wrong = list(layout.problems(tensor.shape, tensor.name))
     if layout.partial:  # DTensor allows it, but a parameter has no pending sum
-        reason = f"a stored {tensor.kind} with the layout {layout}"
-        hint = "partial values come out of computations; replicate or shard what is stored"
-        axis = next(iter(layout.partial))
-        wrong.append(Problem("partial-value", tensor.name, axis=axis, found=reason, hint=hint))
+        wrong.append(
+            Problem(
+                "partial-value",
+                tensor.name,
+                axis=next(iter(layout.partial)),
+                found=f"a stored {tensor.kind} with the layout {layout}",
+                hint="partial values come out of computations; replicate or shard what is stored",
+            )
+        )
     problems.extend(wrong)
     if wrong:
         return None
@@ -237,11 +251,17 @@ def _decide(
             text, hint = "no rule mentions it, and the plan is strict", "add a rule; 'R' replicates it"
             problems.append(Problem("unmatched-pattern", tensor.name, found=text, hint=hint))
         return None, None
-    for name, (deciding, *others) in rules.items():  # an exact rule decides, or globs that agree
-        if not deciding.is_exact and any(not _same_value(other, deciding) for other in others):
-            reason = "matched by " + " and ".join(repr(rule.key) for rule in rules[name]) + ", which differ"
-            hint = "add an exact rule for this name, or narrow one of the globs"
-            problems.append(Problem("ambiguous-pattern", name, found=reason, hint=hint))
+    # An exact rule decides, or globs that agree.
+    problems += [
+        Problem(
+            "ambiguous-pattern",
+            name,
+            found="matched by " + " and ".join(repr(rule.key) for rule in rules[name]) + ", which differ",
+            hint="add an exact rule for this name, or narrow one of the globs",
+        )
+        for name, (deciding, *others) in rules.items()
+        if not deciding.is_exact and any(not _same_value(other, deciding) for other in others)
+    ]
     winners = {alias: deciding for alias, (deciding, *_) in rules.items()}
     # An exact rule for one name of a tied tensor overrides globs for its other names.
     winners = {alias: rule for alias, rule in winners.items() if rule.is_exact} or winners
@@ -250,9 +270,9 @@ def _decide(
     for alias, layout in layouts.items():
         both = layout is not None and layouts[first] is not None
         if both and layout != layouts[first] and not layout.equivalent_to(layouts[first], tensor.shape):  # type: ignore[union-attr, arg-type]  # `both` says neither is None
-            found = f"{first} -> {layouts[first]} by rule {winners[first].key!r}, but {alias} -> {layout}"
+            here, there = (f"{name} -> {layouts[name]} by rule {winners[name].key!r}" for name in (first, alias))
             hint = "these names are one tensor: give both the same layout, or only one of them a rule"
-            problems.append(Problem("tied-weights", alias, found=f"{found} by rule {winners[alias].key!r}", hint=hint))
+            problems.append(Problem("tied-weights", alias, found=f"{here}, but {there}", hint=hint))
     return winners[first], layouts[first]  # equal for all names, or a problem
 
 
@@ -269,22 +289,36 @@ def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[P
         assert rule.pattern is not None
         paths = [path for path in metadata.modules if rule.pattern.matches(path)]
         if rule.key == "" or "" in paths:
-            hint = "name a submodule; the root cannot be replaced in place"
-            problems.append(Problem("sharder-nesting", rule.key, found="a Sharder for the root module", hint=hint))
+            problems.append(
+                Problem(
+                    "sharder-nesting",
+                    rule.key,
+                    found="a Sharder for the root module",
+                    hint="name a submodule; the root cannot be replaced in place",
+                )
+            )
         elif not paths:  # Sharders need a module
-            hint = "name a submodule's FQN"
-            problems.append(Problem("unknown-name", rule.key, found="no module for this Sharder", hint=hint))
+            problems.append(
+                Problem("unknown-name", rule.key, found="no module for this Sharder", hint="name a submodule's FQN")
+            )
         for path in paths:
             if path and path in placed:
-                reason = "two Sharders match this module"
-                problems.append(Problem("ambiguous-pattern", path, found=reason, hint="keep one of them"))
+                problems.append(
+                    Problem("ambiguous-pattern", path, found="two Sharders match this module", hint="keep one of them")
+                )
             elif path:
                 placed[path] = rule.value
     for path in placed:
         outer = next((other for other in placed if path.startswith(other + ".")), None)
         if outer is not None:
-            reason = f"a Sharder inside of {outer!r}, which has a Sharder itself"
-            problems.append(Problem("sharder-nesting", path, found=reason, hint="keep one of them"))
+            problems.append(
+                Problem(
+                    "sharder-nesting",
+                    path,
+                    found=f"a Sharder inside of {outer!r}, which has a Sharder itself",
+                    hint="keep one of them",
+                )
+            )
     return placed
 
 
@@ -295,13 +329,24 @@ def _taken_by_sharder(
     if not any(owners.values()):
         return False
     if len(set(owners.values())) > 1:  # half of a tied tensor would be replaced
-        text = f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some"
-        hint = "untie it, or give the Sharder a module that holds all of its names"
-        problems.append(Problem("tied-weights", tensor.name, found=text, hint=hint))
-    for alias, rule in rules.items():
-        if owners[alias] is not None and rule[0].is_exact:
-            text = f"module {owners[alias]!r} has a Sharder, which decides about this tensor"
-            problems.append(Problem("ambiguous-pattern", alias, found=text, hint="remove one of the two rules"))
+        problems.append(
+            Problem(
+                "tied-weights",
+                tensor.name,
+                found=f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some",
+                hint="untie it, or give the Sharder a module that holds all of its names",
+            )
+        )
+    problems += [
+        Problem(
+            "ambiguous-pattern",
+            alias,
+            found=f"module {owners[alias]!r} has a Sharder, which decides about this tensor",
+            hint="remove one of the two rules",
+        )
+        for alias, rule in rules.items()
+        if owners[alias] is not None and rule[0].is_exact
+    ]
     return True
 
 
@@ -309,11 +354,17 @@ def plan_problems(plan: PlanContent, resolution: Resolution) -> list[Problem]:
     """Return the problems of a plan that is resolved already, and of its outputs."""
     outputs, local = plan.output_plan or {}, plan.return_local_tensor or ()
     problems, modules = list(resolution.problems), resolution.metadata.modules
-    for argument, paths in (("output_plan", outputs), ("return_local_tensor", local)):
-        for path in paths if modules else ():
-            if path not in modules:
-                reason, hint = f"{argument} names no module of the model", "name a module's FQN; '' is the root"
-                problems.append(Problem("unknown-name", str(path), found=reason, hint=hint))
+    problems += [
+        Problem(
+            "unknown-name",
+            str(path),
+            found=f"{argument} names no module of the model",
+            hint="name a module's FQN; '' is the root",
+        )
+        for argument, paths in (("output_plan", outputs), ("return_local_tensor", local))
+        for path in (paths if modules else ())
+        if path not in modules
+    ]
     for path, value in outputs.items():
         if is_spec(value):
             continue  # its layout depends on the output's shape
@@ -321,12 +372,19 @@ def plan_problems(plan: PlanContent, resolution: Resolution) -> list[Problem]:
         try:
             layout = to_layout(value, plan.mesh)
             if plan.mesh is not None and layout.mesh != plan.mesh:
-                reason = f"its layout is on {layout.mesh!r}, the plan on {plan.mesh!r}"
-                problems.append(Problem("mesh-mismatch", name, found=reason, hint="use one mesh"))
+                problems.append(
+                    Problem(
+                        "mesh-mismatch",
+                        name,
+                        found=f"its layout is on {layout.mesh!r}, the plan on {plan.mesh!r}",
+                        hint="use one mesh",
+                    )
+                )
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
-    for name, count in Counter(local).items():
-        if count > 1:
-            reason = f"return_local_tensor names it {count} times"
-            problems.append(Problem("duplicate-name", name, found=reason, hint="name it once"))
+    problems += [
+        Problem("duplicate-name", name, found=f"return_local_tensor names it {count} times", hint="name it once")
+        for name, count in Counter(local).items()
+        if count > 1
+    ]
     return problems

@@ -5,23 +5,20 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.estimate.data_parallel import block_names
-from shard_spec.estimate.roles import expert_modules
+from shard_spec.estimate.fully_shard import block_names
+from shard_spec.estimate.step_options import expert_modules
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.layout.mesh import MeshLike, MeshSpec, as_mesh
 from shard_spec.layout.placements import ReplicateSpec, ShardSpec, StageShard
 from shard_spec.plan.globs import glob_rules, pattern_of
 from shard_spec.plan.metadata import metadata_of
 from shard_spec.sharding_plan import ShardingPlan
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,6 @@ class OptimalityBound:
         if self.memory_limit is not None:
             text += f"; {human_bytes(self.memory_bytes or 0)} of {human_bytes(self.memory_limit)}"
         return text
-
-
-MeshLike = MeshSpec | Mapping[str, int] | str
 
 
 class ShardingPlanner(abc.ABC):
@@ -112,9 +106,11 @@ class PlannedSharding(ShardingPlan):
 
     def __init__(self, rules: Mapping[str, Layout], mesh: MeshSpec, decisions: Decisions) -> None:
         super().__init__(rules, mesh=mesh, axis_roles=decisions.axis_roles)
-        object.__setattr__(self, "notes", tuple(decisions.notes))  # frozen base class: no plain assignment
-        object.__setattr__(self, "unrecognised", dict(decisions.unrecognised))
-        object.__setattr__(self, "certificate", decisions.certificate)
+        vars(self).update(
+            notes=tuple(decisions.notes),  # frozen base class: no plain assignment
+            unrecognised=dict(decisions.unrecognised),
+            certificate=decisions.certificate,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         extra = {name: getattr(self, name) for name in ("notes", "unrecognised", "certificate")}
@@ -130,7 +126,7 @@ class LayoutPlanner(ShardingPlanner):
 
     mesh: MeshSpec
 
-    def __init__(self, mesh: MeshLike | DeviceMesh) -> None:
+    def __init__(self, mesh: MeshLike) -> None:
         spec = as_mesh(mesh)
         assert spec is not None
         self.mesh = spec
@@ -165,13 +161,24 @@ class ComposedPlanner(LayoutPlanner):
             raise ValueError("compose() needs at least one planner.")
         for planner in planners:
             if isinstance(planner, type) or not hasattr(planner, "mesh"):
-                hint = "pass planners that have a mesh, such as MegatronPlanner(mesh)"
-                raise PlanError(Problem("wrong-type", "planners", found=f"{planner!r:.100}", hint=hint))
+                raise PlanError(
+                    Problem(
+                        "wrong-type",
+                        "planners",
+                        found=f"{planner!r:.100}",
+                        hint="pass planners that have a mesh, such as MegatronPlanner(mesh)",
+                    )
+                )
         meshes = list(dict.fromkeys(planner.mesh for planner in planners))
         if len(meshes) > 1:
-            reason = " and ".join(repr(mesh) for mesh in meshes)
-            hint = "give all composed planners the same mesh; each names the axes it uses"
-            raise PlanError(Problem("mesh-mismatch", "planners", found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "mesh-mismatch",
+                    "planners",
+                    found=" and ".join(repr(mesh) for mesh in meshes),
+                    hint="give all composed planners the same mesh; each names the axes it uses",
+                )
+            )
         super().__init__(meshes[0])
         self.planners = tuple(planners)
 
@@ -193,8 +200,15 @@ class ComposedPlanner(LayoutPlanner):
             clashing = [axis for axis, each in differ.items() if len(each) > 1 and each != {"expert", "data"}]
             hint = "give each planner its own axes"
             for axis in clashing:
-                found = f"a {roles[axis]} axis of one planner, a {decisions.axis_roles[axis]} axis of another"
-                raise PlanError(Problem("invalid-argument", "planners", axis=axis, found=found, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "invalid-argument",
+                        "planners",
+                        axis=axis,
+                        found=f"a {roles[axis]} axis of one planner, a {decisions.axis_roles[axis]} axis of another",
+                        hint=hint,
+                    )
+                )
             roles = {**decisions.axis_roles, **roles}
         return Decisions(layouts, tuple(notes), unrecognised, certificate, roles)
 
@@ -223,9 +237,15 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
             continue
         twice = [axis for axis in layout.sharded_axes if axis in before.sharded_axes]
         if twice:
-            reason = f"one planner gives {before}, the other {layout}"
-            hint = "give each planner its own axes"
-            problems.append(Problem("duplicate-name", name, axis=twice[0], found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "duplicate-name",
+                    name,
+                    axis=twice[0],
+                    found=f"one planner gives {before}, the other {layout}",
+                    hint="give each planner its own axes",
+                )
+            )
             continue
         added = zip(layout.mesh.axis_names, layout.specs, strict=True)
         specs = {axis: spec for axis, spec in added if not isinstance(spec, ReplicateSpec)}
@@ -256,9 +276,7 @@ class FullyShardPlanner(LayoutPlanner):
         PlanError: an axis is not in the mesh.
     """
 
-    def __init__(
-        self, mesh: MeshLike | DeviceMesh, axis: str | Sequence[str] = "dp", *, context: str | Sequence[str] = ()
-    ) -> None:
+    def __init__(self, mesh: MeshLike, axis: str | Sequence[str] = "dp", *, context: str | Sequence[str] = ()) -> None:
         super().__init__(mesh)
         self.axes, self.context = ((each,) if isinstance(each, str) else tuple(each) for each in (axis, context))
         for name in (*self.axes, *self.context):
@@ -292,7 +310,7 @@ class ExpertParallelPlanner(LayoutPlanner):
             number does not divide by the axis.
     """
 
-    def __init__(self, mesh: MeshLike | DeviceMesh, axis: str = "ep") -> None:
+    def __init__(self, mesh: MeshLike, axis: str = "ep") -> None:
         super().__init__(mesh)
         self.axis, self.size = axis, self.mesh.axis_size(axis)
 
@@ -301,13 +319,23 @@ class ExpertParallelPlanner(LayoutPlanner):
         owners = expert_modules(parameters)
         experts = [each for each in parameters if each.name.rpartition(".")[0] in owners and len(each.shape) > 1]
         if not experts:
-            hint = "experts in a ModuleList are parameters of their own: plan them with rules, or stack them"
             raise PlanError(
-                Problem("conflicting-arguments", axis=self.axis, found="no experts in one parameter", hint=hint)
+                Problem(
+                    "conflicting-arguments",
+                    axis=self.axis,
+                    found="no experts in one parameter",
+                    hint="experts in a ModuleList are parameters of their own: plan them with rules, or stack them",
+                )
             )
-        hint = f"give {self.axis} a size that divides the number of experts"
         raise_problems(
-            Problem("does-not-divide", each.name, dim=0, axis=self.axis, found=f"{each.shape[0]} experts", hint=hint)
+            Problem(
+                "does-not-divide",
+                each.name,
+                dim=0,
+                axis=self.axis,
+                found=f"{each.shape[0]} experts",
+                hint=f"give {self.axis} a size that divides the number of experts",
+            )
             for each in experts
             if each.shape[0] % self.size
         )
@@ -331,7 +359,7 @@ class StagePlanner(LayoutPlanner):
         PlanError: the axis is not in the mesh; by `build_plan`, the numbers of blocks are not those of the model.
     """
 
-    def __init__(self, mesh: MeshLike | DeviceMesh, axis: str = "pp", blocks: Sequence[int] | None = None) -> None:
+    def __init__(self, mesh: MeshLike, axis: str = "pp", blocks: Sequence[int] | None = None) -> None:
         super().__init__(mesh)
         self.axis, self.size = axis, self.mesh.axis_size(axis)
         self.blocks = None if blocks is None else tuple(blocks)
@@ -342,9 +370,15 @@ class StagePlanner(LayoutPlanner):
         even = tuple(len(names) // self.size + (at < len(names) % self.size) for at in range(self.size))
         sizes = even if self.blocks is None else self.blocks
         if len(sizes) != self.size or sum(sizes) != len(names) or min(sizes) < 1:
-            reason = f"{', '.join(map(str, sizes))} blocks on {self.size} stages of a model with {len(names)}"
-            hint = "give each stage at least one block, and all blocks a stage"
-            raise PlanError(Problem("does-not-divide", "blocks", axis=self.axis, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "does-not-divide",
+                    "blocks",
+                    axis=self.axis,
+                    found=f"{', '.join(map(str, sizes))} blocks on {self.size} stages of a model with {len(names)}",
+                    hint="give each stage at least one block, and all blocks a stage",
+                )
+            )
         stages = [stage for stage, count in enumerate(sizes) for _ in range(count)]
         stage_of = dict(zip(names, stages, strict=True))
         layouts, passed = {}, False  # blocks have come

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from importlib import resources
-from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import human_bytes, page_parts
-from shard_spec.estimate.memory import PARTS, STEP_PARTS
+from shard_spec.estimate.communication import Communication
+from shard_spec.estimate.memory import PARTS, STEP_PARTS, Memory
 from shard_spec.formatting import human_count, human_ranks
+from shard_spec.plan.content import PlanContent
 from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import examine
 from shard_spec.report.explain import alike, tensor_table
-
-if TYPE_CHECKING:
-    from shard_spec.estimate.communication import Communication
-    from shard_spec.estimate.memory import Memory
-    from shard_spec.plan.content import PlanContent
 
 # One hue for each axis, distinct for the colour-blind too; several axes on one tensor are drawn as stripes.
 _HUES = (210, 28, 145, 285, 55, 0)
@@ -75,9 +71,26 @@ def html_report(
     sent = sum(sum(sizes.values()) for sizes in by_axis.values())
     page = Environment(autoescape=True)
     # What every page has; what the plan says; what the pictures show.
-    page.globals.update(html=page_parts(), human_bytes=human_bytes, human_count=human_count, grey=_GREY)
-    page.globals.update(title=title, plan=plan, found=resolution, tensors=tensor_table(resolution), limit=limit)
-    page.globals.update(memory=memory, communication=communication, transfers=moved, sent=sent)
-    page.globals.update(hues=hues, ranks=ranks, rows=rows, num_kinds=len(kinds))
-    page.globals.update(bars=bars, num_fillings=len(fillings), part_colours=_PART_COLOURS)
+    page.globals.update(
+        html=page_parts(),
+        human_bytes=human_bytes,
+        human_count=human_count,
+        grey=_GREY,
+        title=title,
+        plan=plan,
+        found=resolution,
+        tensors=tensor_table(resolution),
+        limit=limit,
+        memory=memory,
+        communication=communication,
+        transfers=moved,
+        sent=sent,
+        hues=hues,
+        ranks=ranks,
+        rows=rows,
+        num_kinds=len(kinds),
+        bars=bars,
+        num_fillings=len(fillings),
+        part_colours=_PART_COLOURS,
+    )
     return page.from_string(resources.files(__package__).joinpath("plan.html.j2").read_text(encoding="utf-8")).render()

@@ -1,9 +1,12 @@
-"""Comparison of ranks: the same shards, and bit-equal values of replicas."""
+"""Comparison of ranks: the same shards, and bit-equal values of replicas.
+
+Data axes of a mesh, with the same shards along them. Pure: global ranks alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -23,6 +26,62 @@ from tp_ddp_bridge._shared.consensus import (
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_replicated_tag, layout_of
+
+
+def data_axes(
+    rank: int, axes: Mapping[str, frozenset[int]], tensor_ranks: Mapping[str, frozenset[int]]
+) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
+    """Find the axes with copies of the same shards along them.
+
+    Args:
+        rank: This global rank.
+        axes: For every axis of the user's mesh, the global ranks along it, this rank among them.
+        tensor_ranks: For every distributed tensor, the global ranks of its mesh.
+
+    Returns:
+        Names of the data axes, and problems: an axis that is neither data nor tensor parallel, or no data axis at all.
+    """
+    connected = frozenset({rank}).union(*tensor_ranks.values())
+    problems: list[Problem] = []
+    names: list[str] = []
+    for name, ranks in axes.items():
+        if ranks & connected == {rank}:  # meets no other rank of a sharded tensor
+            names.append(name)
+        elif not ranks <= connected:
+            problems += mixing_problems(rank, ranks, tensor_ranks, name)
+    if len(names) > 1:  # an axis of one rank is no data axis beside a real one
+        names = [name for name in names if len(axes[name]) > 1] or names[:1]
+    if not names and not problems:
+        problems.append(
+            Problem(
+                "missing-mesh",
+                "mesh",
+                found=f"every axis of the mesh ({', '.join(axes)}) is tensor parallel",
+                hint="pass the mesh with the data axis, such as the 2-D mesh that the tensor-parallel one was sliced"
+                " from",
+            )
+        )
+    return tuple(names), tuple(problems)
+
+
+def mixing_problems(
+    rank: int, data_ranks: frozenset[int], tensor_ranks: Mapping[str, frozenset[int]], axis: str | None = None
+) -> list[Problem]:
+    """Return a problem for every tensor whose mesh has another rank of the data-parallel group."""
+    reason = "its mesh runs over ranks {}, the data-parallel group over {}: DDP would average different shards"
+    return [
+        Problem(
+            "mesh-mismatch",
+            name,
+            axis=axis,
+            found=reason.format(sorted(ranks), sorted(data_ranks)),
+            hint="put the parameter on the tensor-parallel mesh (mesh['tp']), or pass the group of ranks with the same"
+            " shards",
+        )
+        for name, ranks in tensor_ranks.items()
+        if ranks & data_ranks != {rank}
+    ]
+
 
 Scope: TypeAlias = Sequence[DeviceMesh | dist.ProcessGroup]
 """Ranks that raise together: of a mesh, or all that groups connect, in one order."""
@@ -177,9 +236,15 @@ def _digest_problems(lines: Iterable[str], group: dist.ProcessGroup | None, subj
     digests = all_gather_header(group, digest, subject)
     if len(set(digests)) == 1:
         return []
-    reason = f"the ranks {_partition(digests, ranks_of(group))} hold different tensors, or different shards"
-    hint = "pass the group of the ranks with the same tensor-parallel coordinate, and the same module on all of them"
-    return [Problem("ranks-disagree", "module", found=reason, hint=hint)]
+    return [
+        Problem(
+            "ranks-disagree",
+            "module",
+            found=f"the ranks {_partition(digests, ranks_of(group))} hold different tensors, or different shards",
+            hint="pass the group of the ranks with the same tensor-parallel coordinate, and the same module on all of"
+            " them",
+        )
+    ]
 
 
 def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
@@ -193,16 +258,20 @@ def _value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None
     with named_collective("check_replicas: the comparison of hashes"):
         dist.all_gather(gathered, own, group=group)
     table = torch.stack(gathered).cpu()  # ranks x tensors x 2
-    hint = (
-        "initialise or load it alike on all ranks (same seed, or a broadcast); a gradient summed on one rank alone "
-        "makes replicas drift apart"
-    )
     problems = []
     for index, each in enumerate(replicas):
         prints = [str(row) for row in table[:, index].tolist()]
         if len(set(zip(each.shard, prints, strict=True))) > len(set(each.shard)):
-            reason = f"different values on ranks {_partition(prints, ranks)}"
-            problems.append(Problem("replicas-differ", each.name, found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "replicas-differ",
+                    each.name,
+                    found=f"different values on ranks {_partition(prints, ranks)}",
+                    hint="initialise or load it alike on all ranks (same seed, or a broadcast); a gradient summed on"
+                    " one rank alone "
+                    "makes replicas drift apart",
+                )
+            )
     return problems
 
 

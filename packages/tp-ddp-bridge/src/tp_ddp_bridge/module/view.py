@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tp_ddp_bridge._shared._torch_compat import without_overrides
 from tp_ddp_bridge._shared.dtensor import as_dtensor
 from tp_ddp_bridge._shared.norms import BRIDGED
 from tp_ddp_bridge._shared.problems import PlanError, Problem
@@ -35,7 +36,6 @@ from tp_ddp_bridge._torch_compat import (
     local_of,
     make_spec,
     top_saved_tensors_hooks,
-    without_overrides,
     wrap,
 )
 from tp_ddp_bridge.layout import Layout, as_plain, bridge_tag, is_local_shard, tag_leaf, tag_replicated
@@ -259,9 +259,15 @@ class LeafTable(dict[str, Any]):
         if isinstance(present, nn.Parameter) and isinstance(value, nn.Parameter) and value is not present:
             is_copy = bridge_tag(value) is not None and bridge_tag(value) is bridge_tag(present)
             if is_copy or (value.shape != present.shape and is_local_shard(present) and bridge_tag(present) is None):
-                reason = "the call gives the module its full parameter, but the module is bridged to data parallelism"
-                hint = "undo in the reverse order: undo_dp_transform(module), then the undo() of what sharded it"
-                raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "parameter-replaced",
+                        name,
+                        found="the call gives the module its full parameter, but the module is bridged to data"
+                        " parallelism",
+                        hint="undo in the reverse order: undo_dp_transform(module), then the undo() of what sharded it",
+                    )
+                )
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
@@ -467,15 +473,22 @@ def hook_problems(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
     on_grad = (getattr(tensor, GRAD_HOOKS) or {}).values()
     is_leaf = not isinstance(tensor, DTensor)
     if getattr(tensor, POST_ACCUMULATE_HOOKS) or (is_leaf and not all(isinstance(each, GradHooks) for each in on_grad)):
-        reason = f"a hook registered on the {'local leaf' if is_leaf else 'DTensor'} cannot be carried over"
-        hint = "remove it, and register it afterwards on the new parameter of named_parameters()"
-        yield Problem("parameter-hooks", name, found=reason, hint=hint)
+        yield Problem(
+            "parameter-hooks",
+            name,
+            found=f"a hook registered on the {'local leaf' if is_leaf else 'DTensor'} cannot be carried over",
+            hint="remove it, and register it afterwards on the new parameter of named_parameters()",
+        )
 
 
 def refuse_gradients(parameter: torch.Tensor, name: str) -> None:
     """Raise on a gradient of a replaced ``parameter``: the module computes with an old reference."""
-    reason = "a gradient arrived at the DTensor that a local leaf has replaced: the module kept a reference to it"
-    problem = Problem("parameter-replaced", name, found=reason, hint="read the parameter as an attribute in forward")
+    problem = Problem(
+        "parameter-replaced",
+        name,
+        found="a gradient arrived at the DTensor that a local leaf has replaced: the module kept a reference to it",
+        hint="read the parameter as an attribute in forward",
+    )
 
     def refuse(_: torch.Tensor) -> None:
         raise PlanError(problem)

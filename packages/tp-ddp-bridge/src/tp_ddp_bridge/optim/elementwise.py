@@ -103,10 +103,16 @@ def _compare_replicated_gradients(parameters: list[torch.Tensor]) -> None:
         # Ranks may sum in another order. Norms far below the others are rounding alone.
         unequal = (spread > 1e-3 * largest) & (largest > 1e-5 * largest.max())
         for index in unequal.nonzero().flatten().tolist():
-            reason = f"gradient norms {table[:, index].tolist()} on ranks {ranks}, where all hold the same parameter"
-            hint = "clip with tp_ddp_bridge.clip_grad_norm_: torch's takes the norm of one rank's shards"
             shape = tuple(replicated[index].shape)
-            raise PlanError(Problem("gradients-differ", f"a parameter of shape {shape}", found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "gradients-differ",
+                    f"a parameter of shape {shape}",
+                    found=f"gradient norms {table[:, index].tolist()} on ranks {ranks}, where all hold the same"
+                    " parameter",
+                    hint="clip with tp_ddp_bridge.clip_grad_norm_: torch's takes the norm of one rank's shards",
+                )
+            )
 
 
 def _norm(parameter: torch.Tensor) -> torch.Tensor:
@@ -130,9 +136,13 @@ def _zero_group_problems(optimizer: Any) -> Iterator[Problem]:
     group = set(dist.get_process_group_ranks(optimizer.process_group))
     mixed = [index for index, each in enumerate(parameters_of(optimizer)) if len(group & _shard_ranks(each)) > 1]
     if mixed:
-        reason = f"its process_group runs over ranks {sorted(group)}, which hold different shards of parameters {mixed}"
-        hint = "give it the data-parallel group: process_group=ddp.process_group"
-        yield Problem("mesh-mismatch", "optimizer: ZeroRedundancyOptimizer", found=reason, hint=hint)
+        yield Problem(
+            "mesh-mismatch",
+            "optimizer: ZeroRedundancyOptimizer",
+            found=f"its process_group runs over ranks {sorted(group)}, which hold different shards of parameters"
+            f" {mixed}",
+            hint="give it the data-parallel group: process_group=ddp.process_group",
+        )
 
 
 def _shard_ranks(parameter: torch.Tensor) -> set[int]:

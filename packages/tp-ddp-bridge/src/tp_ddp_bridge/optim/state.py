@@ -53,9 +53,14 @@ def repointing_problems(
     problems: list[Problem] = []
     for optimizer in optimizers:
         if is_zero_optimizer(optimizer) and any(map(is_replaced, parameters_of(optimizer))):
-            reason = "its partition and flat buffers hold the parameters that are about to be replaced"
-            hint = "build it after the module has been bridged (or undone)"
-            problems.append(Problem("unsupported-wrapper", "ZeroRedundancyOptimizer", found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "unsupported-wrapper",
+                    "ZeroRedundancyOptimizer",
+                    found="its partition and flat buffers hold the parameters that are about to be replaced",
+                    hint="build it after the module has been bridged (or undone)",
+                )
+            )
         problems += shard_problems(optimizer, is_sharded)
     return problems
 
@@ -102,10 +107,13 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
         hint = "the order is check_optimizer(module, optimizer)"
         raise PlanError(Problem("wrong-type", "optimizer", found=type(optimizer).__name__, hint=hint))
     parameters = list(parameters_of(optimizer))
-    reason = "the optimizer holds a parameter that the bridge replaced"
-    hint = "pass the optimizer as optimizers=, or build it from module.parameters() again"
     problems = [
-        Problem("parameter-replaced", f"parameter {index}", found=reason, hint=hint)
+        Problem(
+            "parameter-replaced",
+            f"parameter {index}",
+            found="the optimizer holds a parameter that the bridge replaced",
+            hint="pass the optimizer as optimizers=, or build it from module.parameters() again",
+        )
         for index, parameter in enumerate(parameters)
         if is_stale(parameter)
     ]
@@ -208,8 +216,14 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
     problems = []
     if is_zero_optimizer(optimizer):
         reason = "each rank has the state of its own shard only"
-        hint = "call its consolidate_state_dict(), or checkpoint a plain optimizer"
-        problems.append(Problem("unsupported-wrapper", "optimizer: ZeroRedundancyOptimizer", found=reason, hint=hint))
+        problems.append(
+            Problem(
+                "unsupported-wrapper",
+                "optimizer: ZeroRedundancyOptimizer",
+                found=reason,
+                hint="call its consolidate_state_dict(), or checkpoint a plain optimizer",
+            )
+        )
     inner = module.module if isinstance(module, DistributedDataParallel) else module  # names without DDP's prefix
     names: dict[torch.Tensor, list[str]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
@@ -260,9 +274,12 @@ def _shape_problems(fqn: str, parameter: torch.Tensor, values: Mapping[str, Any]
     shape = parameter.shape if layout is None else layout.shape
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim() == len(shape) and value.dim() and value.shape != shape:
-            reason = f"shape {tuple(value.shape)}, the parameter has the global shape {tuple(shape)}"
-            hint = "load DTensors or full tensors, not one rank's shard"
-            yield Problem("shape-mismatch", f"{fqn}.{key}", found=reason, hint=hint)
+            yield Problem(
+                "shape-mismatch",
+                f"{fqn}.{key}",
+                found=f"shape {tuple(value.shape)}, the parameter has the global shape {tuple(shape)}",
+                hint="load DTensors or full tensors, not one rank's shard",
+            )
 
 
 def _group_problems(
@@ -270,8 +287,12 @@ def _group_problems(
 ) -> Iterator[Problem]:
     own = optimizer.param_groups
     if len(own) != len(saved):
-        reason = f"{len(saved)} groups saved, {len(own)} here"
-        yield Problem("model-mismatch", "param_groups", found=reason, hint="build the same groups")
+        yield Problem(
+            "model-mismatch",
+            "param_groups",
+            found=f"{len(saved)} groups saved, {len(own)} here",
+            hint="build the same groups",
+        )
         return
     for index, (group, other) in enumerate(zip(own, saved, strict=True)):
         missing = [
@@ -279,9 +300,12 @@ def _group_problems(
         ]
         if missing or len(group["params"]) != len(other["params"]):
             counts = f"{len(other['params'])} parameters saved, {len(group['params'])} here"
-            reason = f"{counts}, not among the saved: {', '.join(missing) or 'none'}"
-            hint = "build the same groups of the same parameters"
-            yield Problem("model-mismatch", f"param_groups[{index}]", found=reason, hint=hint)
+            yield Problem(
+                "model-mismatch",
+                f"param_groups[{index}]",
+                found=f"{counts}, not among the saved: {', '.join(missing) or 'none'}",
+                hint="build the same groups of the same parameters",
+            )
 
 
 def _numbered(optimizer: Optimizer, saved: list[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -27,14 +27,19 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_styles._shared.execution_check import Precision, random_state_restored
 from tp_styles._shared.norms import BRIDGED
 from tp_styles._shared.progress import each_shown
-from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, without_dispatch_modes
+from tp_styles._torch_compat import (
+    constant_in_graphs,
+    dispatch_modes,
+    is_compiling,
+    is_fake,
+    is_transformed,
+    without_dispatch_modes,
+)
 from tp_styles.check import RUNNING, Running, running
-from tp_styles.check.compare import Comparison, Difference, cotangents
+from tp_styles.check.compare import ALIKE, Comparison, Difference, Stage, Verdict, cotangents, problem
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
-from tp_styles.check.report import ALIKE, Stage, Verdict, problem
-from tp_styles.check.runs import Original, Run, Trace, full_numel, has_fsdp_below
+from tp_styles.check.runs import Original, Run, Trace, Weights, full_numel, has_fsdp_below
 from tp_styles.check.watched_loss import watch_loss
-from tp_styles.check.weights import Weights
 from tp_styles.plan.model import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
 from tp_styles.runtime.dropout import default_generator
@@ -374,12 +379,15 @@ class Checker:
             self._compare_replicas(scope)
             self.has_compared_replicas = True
         if is_root and inputs.differ and not inner_dims:
-            hint = (
-                "tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where inputs"
-                " are shards, declare it: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
-            )
             raise StyleInputError(
-                Problem("ranks-disagree", f"{scope}({leaf.place.path})", found="other values on each rank", hint=hint)
+                Problem(
+                    "ranks-disagree",
+                    f"{scope}({leaf.place.path})",
+                    found="other values on each rank",
+                    hint="tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where"
+                    " inputs"
+                    " are shards, declare it: PrepareModuleInput(input_layouts=Shard(dim)) on the model",
+                )
                 for leaf in inputs.differ
             )
         if has_fsdp_below(scope.module):
@@ -434,11 +442,14 @@ class Checker:
                 if not is_close(value, agreed_values(value, self.axis, 0)):
                     different.append(Difference("replica", name, 0.0))
         if union := self.union(different):
-            hint = (
-                "seed every rank alike before the model is made, load one checkpoint on all, or broadcast from one rank"
-            )
             raise CheckError(
-                Problem("replicas-differ", item.name, found="other values on each rank, and no style", hint=hint)
+                Problem(
+                    "replicas-differ",
+                    item.name,
+                    found="other values on each rank, and no style",
+                    hint="seed every rank alike before the model is made, load one checkpoint on all, or broadcast from"
+                    " one rank",
+                )
                 for item in union
             )
 
@@ -599,9 +610,18 @@ class Checker:
             name for name, module in scope.module.named_modules() if module not in self.names and module._parameters
         ]
         if late:
-            text = f"{', '.join(late[:5])} came after apply_plan, sized for one shard; the original: {verdict.failure}"
-            hint = "add layers first, then call apply_plan with a style for them: for LoRA, LoRAParallel on the pair"
-            raise CheckError([Problem("model-changed", str(scope), found=text, hint=hint)])
+            raise CheckError(
+                [
+                    Problem(
+                        "model-changed",
+                        str(scope),
+                        found=f"{', '.join(late[:5])} came after apply_plan, sized for one shard; the original:"
+                        f" {verdict.failure}",
+                        hint="add layers first, then call apply_plan with a style for them: for LoRA, LoRAParallel on"
+                        " the pair",
+                    )
+                ]
+            )
 
     def _raise_lone_error(self, scope: Scope, attempt: Attempt, run: str = "the original") -> None:
         """Raise a run's error on all ranks if it raised on some of them only: in the call the others would wait."""
@@ -626,9 +646,15 @@ class Checker:
         generator = default_generator(torch.device(self.axis.mesh.device_type))
         digest = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()
         if len(set(self.axis.all_gather_objects(digest, "the check"))) > 1:
-            reason = "the model draws random numbers in training, from other states on each rank"
-            hint = "seed all ranks of a tensor-parallel group alike: torch.manual_seed(seed + data_parallel_rank)"
-            raise StyleInputError(Problem("ranks-disagree", f"{scope} generators", found=reason, hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "ranks-disagree",
+                    f"{scope} generators",
+                    found="the model draws random numbers in training, from other states on each rank",
+                    hint="seed all ranks of a tensor-parallel group alike: torch.manual_seed(seed +"
+                    " data_parallel_rank)",
+                )
+            )
 
     def _run(
         self,
@@ -778,9 +804,13 @@ def refuse_plain_ddp(module: nn.Module) -> None:
     """
     if BRIDGED in vars(module):  # local shards stay as they are in it
         return
-    hint = "tp_ddp_bridge makes leaves that DDP takes; or fully_shard on the data-parallel mesh"
     problems = [
-        Problem("mesh-mismatch", name, found="a shard inside of DistributedDataParallel", hint=hint)
+        Problem(
+            "mesh-mismatch",
+            name,
+            found="a shard inside of DistributedDataParallel",
+            hint="tp_ddp_bridge makes leaves that DDP takes; or fully_shard on the data-parallel mesh",
+        )
         for name, parameter in module.named_parameters()
         if isinstance(parameter, ShardParameter | DTensor) and BRIDGED not in vars(parameter)
     ]
@@ -797,7 +827,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
                 checker.check_again()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
+@constant_in_graphs
 def _note_compiled(scope: Scope, training: bool) -> None:
     """Report a mode compiled before its check. The compiler runs this once for each traced graph."""
     mode, checker = (training, torch.is_grad_enabled()), scope.checker

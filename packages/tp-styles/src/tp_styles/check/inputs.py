@@ -159,8 +159,14 @@ class Inputs:
             modes = ", ".join(
                 f"rank {rank}: training={mode[0]}, gradients={mode[1]}" for rank, (mode, _) in enumerate(everyone)
             )
-            hint = "call train(), eval() and no_grad() alike on all ranks of a tensor-parallel group"
-            raise StyleInputError(Problem("ranks-disagree", "mode", found=modes, hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "ranks-disagree",
+                    "mode",
+                    found=modes,
+                    hint="call train(), eval() and no_grad() alike on all ranks of a tensor-parallel group",
+                )
+            )
         if len({len(other) for _, other in everyone}) > 1:  # no comparison by position
             raise NotReady("ranks pass another number of tensors")
         equal = []

@@ -21,9 +21,9 @@ from tp_styles._shared.consensus import named_collective
 from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.norms import BRIDGED
 from tp_styles._shared.sectioned_tensor import SectionedTensor
-from tp_styles._shared.sharding_info import sharding_info_of
+from tp_styles._shared.sharding_info import ShardingInfo, sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
-from tp_styles._torch_compat import is_compiling, is_fake, local_of
+from tp_styles._torch_compat import constant_in_graphs, is_compiling, is_fake, local_of, without_compiler
 from tp_styles.check.checker import live_checkers
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import ShardParameter, split_of
@@ -94,13 +94,13 @@ def _is_shard(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, ShardParameter)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
+@constant_in_graphs
 def _is_refused(optimizer: Optimizer, count: int) -> bool:
     """True if there is a problem, found while a compiler traces the step."""
     return next(_problems(optimizer), None) is not None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+@without_compiler
 def _refuse(optimizer: Optimizer) -> None:
     """Raise all problems, outside of a graph."""
     if problems := list(_problems(optimizer)):
@@ -131,6 +131,17 @@ def _place_state(optimizer: Optimizer) -> None:
             continue
         shape = parameter.shape if info is None else info.shape
         for key, value in state.items():
+            if info is not None and info.sections and getattr(value, "_rows", _rows_of(info)) != _rows_of(info):
+                raise PlanError(
+                    Problem(
+                        "local-shard-as-full",
+                        key,
+                        found=f"rows of another rank, in place of state of {list(shape)}",
+                        hint="a file of get_optimizer_state_dict(full_state_dict=True) has one rank's shards of fused"
+                        " weights: save with torch.distributed.checkpoint, take full_tensor() of each entry, or load"
+                        " each rank's own file",
+                    )
+                )
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != shape:
                 continue
             if isinstance(value, SectionedTensor):  # what `_with_sections` gave, loaded by this optimizer or a new one
@@ -153,8 +164,18 @@ class OptimizerShard(SectionedTensor):
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain local tensor: a file of one rank stays one, and reading it needs no class of ours."""
-        return self.plain().__reduce_ex__(protocol)
+        """Pickle a plain local tensor with its rows: a file of one rank stays one, and is read without a class of ours.
+
+        torch's `full_state_dict=True` gathers DTensors alone and asks no hook, so a file of it may hold one rank's
+        moments in place of full ones: the rows tell the other ranks.
+        """
+        local: Any = self.plain()
+        local._rows = _rows_of(self._sharding_info)
+        return local.__reduce_ex__(protocol)
+
+
+def _rows_of(info: ShardingInfo) -> tuple[tuple[int, ...], ...]:
+    return tuple(info.shape), *info.ranges(info.mesh.get_local_rank(info.section_axis()[0]))
 
 
 def _with_sections(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -239,12 +260,16 @@ def _compare_norms(axis: TPGroup, pieces: list[Piece]) -> None:
         for norms in table[:, index].split(copies):
             high, low = float(norms.max()), float(norms.min())
             if high - low > tolerance * high and high > 1e-5 * largest:
-                reason = f"gradient norms {[float(f'{x:.4g}') for x in norms.tolist()]} on ranks that hold the same"
-                hint = (
-                    "each rank has a partial sum: NoParallel(sum_gradient=True) for its module (norms= of"
-                    " GQAParallel); clip with tp_styles.clip_grad_norm_: torch's may take the norm of one's shards"
+                problems.append(
+                    Problem(
+                        "gradients-differ",
+                        name,
+                        found=f"gradient norms {[float(f'{x:.4g}') for x in norms.tolist()]} on ranks that hold the"
+                        " same",
+                        hint="each rank has a partial sum: NoParallel(sum_gradient=True) for its module (norms= of"
+                        " GQAParallel); clip with tp_styles.clip_grad_norm_: torch's may take the norm of one's shards",
+                    )
                 )
-                problems.append(Problem("gradients-differ", name, found=reason, hint=hint))
                 break
     if problems:
         raise PlanError(problems[:8])

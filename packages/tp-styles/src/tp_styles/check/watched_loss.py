@@ -67,15 +67,20 @@ def compare_loss(loss: WatchedShard) -> None:
     if not all(map(math.isfinite, values)) or max(values) - min(values) <= same * max(map(abs, values)):
         return
     reads = ", ".join(dict.fromkeys(loss._reads)) or "functions"
-    reason = f"{[float(f'{value:.9g}') for value in values]} on the ranks: {reads} of one rank's features"
-    hint = (
-        "for the loss of all features: vocab_parallel_logsumexp(logits, mesh=) and its like; or a DTensor"
-        " (use_local_output=False), whose sum, mean or logsumexp is of all of them (add its full_tensor() to the loss),"
-        " and which vocab_parallel_cross_entropy takes; or output_layouts=Replicate(), which gives all features. For a"
-        " loss of each rank's own features, whose gradients are those of the sum over the ranks: write it as such a"
-        ' DTensor\'s sum, or skip the comparison with check="never"'
+    raise PlanError(
+        Problem(
+            "local-shard-as-full",
+            "loss",
+            found=f"{[float(f'{value:.9g}') for value in values]} on the ranks: {reads} of one rank's features",
+            hint="for the loss of all features: vocab_parallel_logsumexp(logits, mesh=) and its like; or a DTensor"
+            " (use_local_output=False), whose sum, mean or logsumexp is of all of them (add its full_tensor() to the"
+            " loss),"
+            " and which vocab_parallel_cross_entropy takes; or output_layouts=Replicate(), which gives all features."
+            " For a"
+            " loss of each rank's own features, whose gradients are those of the sum over the ranks: write it as such a"
+            ' DTensor\'s sum, or skip the comparison with check="never"',
+        )
     )
-    raise PlanError(Problem("local-shard-as-full", "loss", found=reason, hint=hint))
 
 
 def watch_loss(module: nn.Module, paths: tuple[str, ...], axis: TPGroup) -> None:

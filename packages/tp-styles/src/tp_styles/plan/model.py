@@ -67,7 +67,26 @@ class TPPlan:
             name: Only the modules at or below this FQN.
             num_tokens: Tokens of one step, for bytes per step; by default bytes are per token.
         """
-        return explain_plan(self, name, num_tokens)
+        chosen = [m for m in self.modules if name is None or m.name == name or m.name.startswith(name + ".")]
+        lines = [f"tensor parallel over {self.tp_size} ranks: {len(chosen)} modules"]
+        planned = [*collectives(self)]
+        for module in chosen:
+            lines.append(f"{module.name or '(the model)'}  {module.info.kind.__name__}  {module.style!r}")
+            lines += [f"    {line}" for line in _parameter_lines(module, self.tp_size)]
+            lines += [
+                f"    {each.when:<8}  {each.where}: {each.step}  {_amount(each, module, num_tokens)}"
+                for each in planned
+                if each.module == module.name
+            ]
+            lines += [f"    {note}" for note in module.spec.notes(self.tp_size)]
+        if name is None and self.unstyled:
+            total = sum(left.num_bytes for left in self.unstyled)
+            lines.append(f"replicated: {len(self.unstyled)} parameters, {_bytes(total)}")
+            lines += [f"    {left.name}  {_shape(left.shape)}" for left in self.unstyled]
+        if self.problems:
+            lines.append(f"problems: {len(self.problems)}")
+            lines += [f"    {problem}" for problem in self.problems]
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return the plan as JSON, byte-stable."""
@@ -76,12 +95,28 @@ class TPPlan:
     @cached_property
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values."""
-        return plan_as_dict(self)
+        return {
+            "tp_size": self.tp_size,
+            "modules": [_module_as_dict(module) for module in self.modules],
+            "unstyled": [
+                {"name": left.name, "shape": list(left.shape), "bytes": left.num_bytes} for left in self.unstyled
+            ],
+            "problems": [vars(problem) for problem in self.problems],
+        }
 
     @cached_property
     def regions(self) -> Regions:
         """The regions between column-wise and row-wise layers."""
-        return regions_of(self)
+        rows = [planned.name for planned in self.modules if _is_row(planned)]
+        regions: Regions = {}
+        for planned in self.modules:
+            block = planned.name if _is_column(planned) else ""
+            while block:
+                block = block.rpartition(".")[0]
+                if inside := [row for row in rows if is_below(row, block)]:
+                    regions.setdefault(block, ([], inside))[0].append(planned.name)
+                    break
+        return regions
 
     @cached_property
     def digest(self) -> str:
@@ -104,20 +139,6 @@ class TPPlan:
 
 # FQN of the innermost module around column-wise and row-wise layers -> their FQNs.
 Regions = dict[str, tuple[list[str], list[str]]]
-
-
-def regions_of(plan: TPPlan) -> Regions:
-    """The regions of a plan."""
-    rows = [planned.name for planned in plan.modules if _is_row(planned)]
-    regions: Regions = {}
-    for planned in plan.modules:
-        block = planned.name if _is_column(planned) else ""
-        while block:
-            block = block.rpartition(".")[0]
-            if inside := [row for row in rows if is_below(row, block)]:
-                regions.setdefault(block, ([], inside))[0].append(planned.name)
-                break
-    return regions
 
 
 def _is_column(planned: PlannedModule) -> bool:
@@ -226,16 +247,6 @@ def _sent(step: Step, elements: int, tp_size: int) -> float:
 # ---------------------------------------------------------------------------------------------- values
 
 
-def plan_as_dict(plan: TPPlan) -> dict[str, Any]:
-    """Return the plan in plain values."""
-    return {
-        "tp_size": plan.tp_size,
-        "modules": [_module_as_dict(module) for module in plan.modules],
-        "unstyled": [{"name": left.name, "shape": list(left.shape), "bytes": left.num_bytes} for left in plan.unstyled],
-        "problems": [vars(problem) for problem in plan.problems],
-    }
-
-
 def _module_as_dict(module: PlannedModule) -> dict[str, Any]:
     spec = module.spec
     return {
@@ -265,30 +276,6 @@ def _module_as_dict(module: PlannedModule) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------- text
-
-
-def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
-    """Return the plan as text; see `TPPlan.explain`."""
-    chosen = [m for m in plan.modules if name is None or m.name == name or m.name.startswith(name + ".")]
-    lines = [f"tensor parallel over {plan.tp_size} ranks: {len(chosen)} modules"]
-    planned = [*collectives(plan)]
-    for module in chosen:
-        lines.append(f"{module.name or '(the model)'}  {module.info.kind.__name__}  {module.style!r}")
-        lines += [f"    {line}" for line in _parameter_lines(module, plan.tp_size)]
-        lines += [
-            f"    {each.when:<8}  {each.where}: {each.step}  {_amount(each, module, num_tokens)}"
-            for each in planned
-            if each.module == module.name
-        ]
-        lines += [f"    {note}" for note in module.spec.notes(plan.tp_size)]
-    if name is None and plan.unstyled:
-        total = sum(left.num_bytes for left in plan.unstyled)
-        lines.append(f"replicated: {len(plan.unstyled)} parameters, {_bytes(total)}")
-        lines += [f"    {left.name}  {_shape(left.shape)}" for left in plan.unstyled]
-    if plan.problems:
-        lines.append(f"problems: {len(plan.problems)}")
-        lines += [f"    {problem}" for problem in plan.problems]
-    return "\n".join(lines)
 
 
 def _parameter_lines(module: PlannedModule, tp_size: int) -> Iterator[str]:

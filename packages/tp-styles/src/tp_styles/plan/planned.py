@@ -72,8 +72,12 @@ def match_plan(
 
 def _not_a_style(pattern: str, style: object) -> Problem:
     kind = style.__name__ if isinstance(style, type) else "ColwiseParallel"
-    hint = f"pass a style, as {kind}(); from_hf_tp_plan(model, plan) takes plans of style names"
-    return Problem("wrong-type", pattern, found=repr(style), hint=hint)
+    return Problem(
+        "wrong-type",
+        pattern,
+        found=repr(style),
+        hint=f"pass a style, as {kind}(); from_hf_tp_plan(model, plan) takes plans of style names",
+    )
 
 
 def _unmatched(pattern: str, names: list[str]) -> Problem:
@@ -85,8 +89,12 @@ def _unmatched(pattern: str, names: list[str]) -> Problem:
         pattern, [name for name in {**dict.fromkeys(names), **starred} if name], n=3, cutoff=0.5
     )
     near = near or [name for name in names if name and name.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
-    hint = "modules with similar names: " + ", ".join(near) if near else "`*` is one name, `**` any number of them"
-    return Problem("unmatched-pattern", pattern, found="no module of that name", hint=hint)
+    return Problem(
+        "unmatched-pattern",
+        pattern,
+        found="no module of that name",
+        hint="modules with similar names: " + ", ".join(near) if near else "`*` is one name, `**` any number of them",
+    )
 
 
 Plan = Mapping[str, TorchParallelStyle]
@@ -128,9 +136,10 @@ def plan_module(
         plan = {"": plan}
     styles: object = plan
     if not isinstance(styles, Mapping):
-        problem = Problem("wrong-type", "plan", found=str(type(plan)), hint="pass a style, or a dict of FQN and style")
-        text = f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(plan)} found!"
-        raise StyleTypeError(problem, text)
+        raise StyleTypeError(
+            Problem("wrong-type", "plan", found=str(type(plan)), hint="pass a style, or a dict of FQN and style"),
+            f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(plan)} found!",
+        )
     if tp_size < 1:
         return TPPlan(tp_size, problems=(Problem("mesh-mismatch", found=str(tp_size), hint="at least one rank"),))
     modules = dict(model.named_modules(remove_duplicate=False))  # shared modules: under all names
@@ -202,9 +211,18 @@ def _expanded(
         return
     spec = style.spec(info, tp_size)
     if not style.takes_functions and (style._prepare_input is not None or style._prepare_output is not None):
-        hint = f"the style takes layouts; tp_styles.legacy.{type(style).__name__} takes prepare functions"
-        problem = Problem("invalid-argument", info.where(), found=repr(style), hint=hint)
-        spec = replace(spec, problems=(*spec.problems, problem))
+        spec = replace(
+            spec,
+            problems=(
+                *spec.problems,
+                Problem(
+                    "invalid-argument",
+                    info.where(),
+                    found=repr(style),
+                    hint=f"the style takes layouts; tp_styles.legacy.{type(style).__name__} takes prepare functions",
+                ),
+            ),
+        )
     yield PlannedModule(info, pattern, style, spec)
     for child, below in spec.children:
         assert isinstance(below, TorchParallelStyle)
@@ -272,8 +290,12 @@ def _state_problems(planned: PlannedModule, module: nn.Module, tp_size: int) -> 
     if planned.spec.compute == "foreign":  # its own `_apply` decides
         return
     if "forward" in vars(module) and planned.spec.compute not in ("hooks", "none"):
-        hint = "the module is parallel already (undo it first), or something else has replaced its forward"
-        yield Problem("already-applied", planned.name, found=repr(type(vars(module)["forward"]).__name__), hint=hint)
+        yield Problem(
+            "already-applied",
+            planned.name,
+            found=repr(type(vars(module)["forward"]).__name__),
+            hint="the module is parallel already (undo it first), or something else has replaced its forward",
+        )
     for name, value in planned.spec.attributes:
         path, _, attribute = name.rpartition(".")
         count = getattr(module.get_submodule(path), attribute, None)
@@ -285,8 +307,12 @@ def _state_problems(planned: PlannedModule, module: nn.Module, tp_size: int) -> 
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
         if owner._buffers.get(attribute) is None or attribute not in owner._non_persistent_buffers_set:
-            hint = "register_buffer(..., persistent=False): a state dict would hold one rank's shard"
-            yield Problem("unknown-name", planned.info.where(name), found="no buffer outside of state dicts", hint=hint)
+            yield Problem(
+                "unknown-name",
+                planned.info.where(name),
+                found="no buffer outside of state dicts",
+                hint="register_buffer(..., persistent=False): a state dict would hold one rank's shard",
+            )
     # Experts of transformers: a rank whose rows are unaligned would raise alone, and leave the others waiting.
     kernel = getattr(getattr(module, "config", None), "_experts_implementation", "")
     is_grouped = kernel == "grouped_mm" and hasattr(module, "is_transposed")
@@ -302,18 +328,27 @@ def _state_problems(planned: PlannedModule, module: nn.Module, tp_size: int) -> 
                 hint="remove it before, and put it back after",
             )
         elif not isinstance(parameter, DTensor) and hasattr(parameter, "__tensor_flatten__"):  # torchao's
-            reason = f"a weight of {type(parameter).__module__}.{type(parameter).__name__}"
-            hint = "shard first, then quantise each rank's weights; or leave the module out of the plan"
-            yield Problem("module-not-shardable", planned.info.where(name), found=reason, hint=hint)
-        elif isinstance(parameter, DTensor):
-            hint = "tensor parallelism comes first, before FSDP and before another plan"
             yield Problem(
-                "already-applied", planned.info.where(name), found=f"a DTensor with {parameter.placements}", hint=hint
+                "module-not-shardable",
+                planned.info.where(name),
+                found=f"a weight of {type(parameter).__module__}.{type(parameter).__name__}",
+                hint="shard first, then quantise each rank's weights; or leave the module out of the plan",
+            )
+        elif isinstance(parameter, DTensor):
+            yield Problem(
+                "already-applied",
+                planned.info.where(name),
+                found=f"a DTensor with {parameter.placements}",
+                hint="tensor parallelism comes first, before FSDP and before another plan",
             )
         elif is_grouped and item.split.dim and any(n * parameter.itemsize % 16 for n in item.split.sizes(tp_size)):
-            reason = f"shards of {item.split.sizes(tp_size)} {parameter.dtype}: no multiples of 16 bytes"
-            hint = 'grouped products of torch take no others: set_experts_implementation("eager") of the model does'
-            yield Problem("does-not-divide", planned.info.where(name), dim=item.split.dim, found=reason, hint=hint)
+            yield Problem(
+                "does-not-divide",
+                planned.info.where(name),
+                dim=item.split.dim,
+                found=f"shards of {item.split.sizes(tp_size)} {parameter.dtype}: no multiples of 16 bytes",
+                hint='grouped products of torch take no others: set_experts_implementation("eager") of the model does',
+            )
 
 
 def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, PlannedModule]:
@@ -337,10 +372,9 @@ def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, 
 
 def _tied_problems(
     model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule], is_staged: bool
-) -> list[Problem]:
-    """List tied parameters without the same split everywhere: they would no longer be tied."""
+) -> Iterator[Problem]:
+    """Yield tied parameters without the same split everywhere: they would no longer be tied."""
     foreign = [planned for planned in ordered if planned.spec.compute == "foreign"]
-    problems = []
     for tied in names_of_parameters(model):
         owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in tied}
         if len(owners) == 1 and len({name.rpartition(".")[2] for name in tied}) == 1:  # one module, under several names
@@ -358,13 +392,10 @@ def _tied_problems(
         kinds = set(splits.values()) - ({"no style"} if is_staged else set())  # a later call may style it
         if kinds <= {"no style"} or (len(kinds) == 1 and "foreign style" not in kinds):
             continue
-        problems.append(
-            Problem(
-                "tied-weights",
-                tied[0],
-                found="; ".join(f"{name}: {kind}" for name, kind in splits.items()),
-                hint="one tensor under several names: give every one of them a style that splits it alike "
-                "(an embedding by RowwiseParallel and a head by ColwiseParallel do)",
-            )
+        yield Problem(
+            "tied-weights",
+            tied[0],
+            found="; ".join(f"{name}: {kind}" for name, kind in splits.items()),
+            hint="one tensor under several names: give every one of them a style that splits it alike "
+            "(an embedding by RowwiseParallel and a head by ColwiseParallel do)",
         )
-    return problems

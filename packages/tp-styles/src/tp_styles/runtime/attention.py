@@ -71,9 +71,13 @@ class AttentionForward(RowLinear):
 
     def _check(self, query: torch.Tensor, is_causal: bool, attn_mask: torch.Tensor | None) -> None:
         if query.is_nested:
-            hint = "apply the plan to the full model, or build nn.TransformerEncoder(enable_nested_tensor=False)"
             raise StyleInputError(
-                Problem("unsupported-tensor", f"{self.name}(query)", found="a nested tensor", hint=hint)
+                Problem(
+                    "unsupported-tensor",
+                    f"{self.name}(query)",
+                    found="a nested tensor",
+                    hint="apply the plan to the full model, or build nn.TransformerEncoder(enable_nested_tensor=False)",
+                )
             )
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's message
@@ -100,11 +104,23 @@ class AttentionForward(RowLinear):
                 continue
             where = f"{self.name}({name})"
             if name.endswith("mask") and not (x.dtype == torch.bool or x.is_floating_point()):
-                hint = "True for what is left out, or numbers to add to the scores: .bool() or .float()"
-                problems.append(Problem("unsupported-dtype", where, found=str(x.dtype), hint=hint))
+                problems.append(
+                    Problem(
+                        "unsupported-dtype",
+                        where,
+                        found=str(x.dtype),
+                        hint="True for what is left out, or numbers to add to the scores: .bool() or .float()",
+                    )
+                )
             if tuple(x.shape) not in wanted:
-                hint = " or ".join(str(shape) for shape in sorted(wanted, key=len))
-                problems.append(Problem("shape-mismatch", where, found=str(tuple(x.shape)), hint=hint))
+                problems.append(
+                    Problem(
+                        "shape-mismatch",
+                        where,
+                        found=str(tuple(x.shape)),
+                        hint=" or ".join(str(shape) for shape in sorted(wanted, key=len)),
+                    )
+                )
         if problems:
             raise StyleInputError(problems)
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from tp_styles._shared.dtensor import as_dtensor
+from tp_styles._shared.shard_values import plain
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.dropout import draws, rates_of, tp_rng
 from tp_styles.runtime.parameters import (
     ShardCheck,
-    ShardParameter,
     local_parameters,
     refuse_computed,
 )
@@ -82,9 +82,13 @@ def _leave(leave: Any, value: Any, known: dict[int, int] | None) -> Any:
 
 def _check_count(leaves: list[Any], count: int, name: str) -> None:
     if len(leaves) != count:
-        hint = f"the style lays out {len(leaves)}; give None for an output to leave alone"
         raise StyleInputError(
-            Problem("argument-count", f"{name} ->", found=f"{count} outputs", hint=hint),
+            Problem(
+                "argument-count",
+                f"{name} ->",
+                found=f"{count} outputs",
+                hint=f"the style lays out {len(leaves)}; give None for an output to leave alone",
+            ),
             "module outputs and output_layouts should have same length!",  # torch's message
         )
 
@@ -145,6 +149,8 @@ class Forward:
         """Return a parameter of a module below; `name` is its name from here."""
         (parameter,) = parameters = local_parameters(owner, attribute)
         self.parts.check((name,), parameters)
+        if parameter is not None:
+            parameter = plain(parameter)  # a module's own code may take the size and the elements of its shard
         if parameter is None or name not in self.sums:
             return parameter
         sum_gradient, divide_by_tp = self.sums[name]
@@ -355,8 +361,6 @@ class ModuleForward(Forward):
                     refuse_computed(owner, attribute)
                     continue
                 local = self.parameter_of(owner, attribute, key)
-                if isinstance(local, ShardParameter):
-                    local = local.view_as(local)  # a plain tensor with the shard's `size()`
                 if local is not original:
                     replaced.append((owner, attribute, original))
                     owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call

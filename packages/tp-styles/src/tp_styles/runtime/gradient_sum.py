@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tp_styles._shared.shard_values import plain
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import is_compiling
 from tp_styles.problems import Problem, StyleInputError
@@ -52,7 +53,7 @@ class GradientSum:
         if not unique or not torch.is_grad_enabled():
             yield
             return
-        locals = [p.to_local() if isinstance(p, DTensor) else p for p in unique]
+        locals = [p.to_local() if isinstance(p, DTensor) else plain(p) for p in unique]
         views = _Summed.apply(self, *locals)  # type: ignore[no-untyped-call]  # torch's
         new: dict[int, Any] = {id(p): _like(view, p) for p, view in zip(unique, views, strict=True)}
         for table, key, parameter in places:
@@ -83,8 +84,9 @@ class GradientSum:
     def reduced(self, gradients: list[torch.Tensor | None], like: list[Any]) -> list[torch.Tensor | None]:
         """Return the sums of the ranks' gradients."""
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            hint = "nn.Embedding(sparse=False)"
-            raise StyleInputError(Problem("sparse-gradient", found="a sparse gradient", hint=hint))
+            raise StyleInputError(
+                Problem("sparse-gradient", found="a sparse gradient", hint="nn.Embedding(sparse=False)")
+            )
         used = self._used([gradient is not None for gradient in gradients], like[0][2])
         sums: list[torch.Tensor | None] = [None] * len(gradients)
         for indices in self._buckets(gradients, like):

@@ -73,15 +73,22 @@ def restore(changes: list[ModuleChange]) -> None:
 def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
     """Release the full parameters and mark them stale: training one raises an error."""
     names = {module: name for name, module in model.named_modules()}
-    reason = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
-    hint = "build the optimizer after the plan is applied; apply it to a module that holds all ties"
     for change in changes:
         path = names.get(change.module, "")
         for name, original in change.parameters.items():
             if not is_stale(original):  # a tied one is marked once
                 fqn = f"{path}.{name}" if path else name
-                problem = Problem("parameter-replaced", fqn, found=reason, hint=hint)
-                mark_stale(original, problem, change.module._parameters.get(name))
+                mark_stale(
+                    original,
+                    Problem(
+                        "parameter-replaced",
+                        fqn,
+                        found="an optimizer, or another module, still holds the full parameter; the module trains its"
+                        " shard",
+                        hint="build the optimizer after the plan is applied; apply it to a module that holds all ties",
+                    ),
+                    change.module._parameters.get(name),
+                )
         change.replaced = tuple(change.parameters)
         change.parameters.clear()
 
@@ -109,9 +116,13 @@ def apply_torch_style(
     changes = _differences(before)
     if returned is not module:
         restore(changes)
-        hint = "a style works on the module it is given"
         raise PlanError(
-            Problem("model-changed", planned.name, found=f"{planned.style!r} returned another module", hint=hint)
+            Problem(
+                "model-changed",
+                planned.name,
+                found=f"{planned.style!r} returned another module",
+                hint="a style works on the module it is given",
+            )
         )
     return changes
 
@@ -276,9 +287,15 @@ class MoveInputs:
             StyleInputError: More inputs than layouts.
         """
         if self.num_positional is not None and len(args) > self.num_positional:
-            hint = f"the style lays out {self.num_positional}; give None for an input to leave alone"
-            problem = Problem("argument-count", f"{self.name}(...)", found=f"{len(args)} positional inputs", hint=hint)
-            raise StyleInputError(problem, "module inputs and input_layouts should have same length!")
+            raise StyleInputError(
+                Problem(
+                    "argument-count",
+                    f"{self.name}(...)",
+                    found=f"{len(args)} positional inputs",
+                    hint=f"the style lays out {self.num_positional}; give None for an input to leave alone",
+                ),
+                "module inputs and input_layouts should have same length!",
+            )
         return move_inputs(self.moves, self.names, args, kwargs)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.consensus import as_bytes
 from tp_styles._shared.dtensor import as_dtensor
-from tp_styles._shared.full_reads import FULL_READS, full_read, named
+from tp_styles._shared.shard_values import Refusing, Ways
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._torch_compat import gradient_like, is_compiling, is_fake, is_transformed, local_of
 from tp_styles.problems import PlanError, Problem, StyleInputError
@@ -22,13 +22,23 @@ from tp_styles.runtime.redistribute import TPGroup, refuse_transforms
 from tp_styles.values import ParameterSpec, Split, StyleSpec
 
 
-class ShardParameter(nn.Parameter):
+class ShardParameter(Refusing, nn.Parameter):
     """A plain local parameter: one rank's shard in a layout beyond DTensor, of fused sections.
 
     Copies and pickles keep `_sharding_info`; an ordinary parameter would lose it.
     """
 
     _sharding_info: ShardingInfo
+    _ways = Ways(
+        read="weight.full_tensor() is the full weight, with a gradient, and {name} of it that of one process;"
+        " weight.detach() is the shard alone",
+        initialise="initialise before the plan is applied, by reset_parameters() of the module, or by"
+        " load_state_dict() of full tensors",
+        element="weight.full_tensor()[i, j] is the element of the full weight; weight.detach()[i, j] that of the shard",
+        infinities="scale the losses of tensor-parallel ranks alike, and let all ranks skip a step together",
+        write="weight.full_tensor() has the rows of the full weight, and load_state_dict() takes them;"
+        " weight.detach()[i] is a row of the shard",
+    )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
         if id(self) in memo:
@@ -48,88 +58,6 @@ class ShardParameter(nn.Parameter):
         """
         result: torch.Tensor = _Full.apply(self)  # type: ignore[no-untyped-call]  # torch's Function
         return result
-
-    def ndimension(self) -> int:
-        """Refuse `nn.init.orthogonal_`, its only caller beside `eye_` and `dirac_`; overrides get `dim` for it."""
-        _refuse_full_read(torch.Tensor.ndimension, (self,), {})
-        return self.dim()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions that would take the shard for the full weight; see `ShardValue` for results."""
-        return _run_on_shards(func, args, kwargs or {})
-
-
-class ShardValue(torch.Tensor):
-    """Elements that were computed of a shard's, each of its own place: the squares of a penalty `(w * w).sum()`.
-
-    What would take them for those of the full weight is refused, as on the shard itself. After a change of shape
-    nothing shows the sharded dim any more, so every reduction is refused.
-    """
-
-    _sharding_info: ShardingInfo
-    _is_reshaped = False
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # reading a file needs no class of ours
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions that would take the values for all of them."""
-        return _run_on_shards(func, args, kwargs or {})
-
-
-# Functions of each element by itself.
-ELEMENTWISE = named(
-    "square abs absolute pow mul multiply add sub subtract div divide true_divide neg sqrt rsqrt exp log relu clamp sin"
-    " cos tanh sigmoid softplus sign clone float double __pow__ __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__"
-    " __truediv__ __neg__ __abs__",
-    torch,
-    torch.Tensor,
-    torch.nn.functional,
-)
-# One number of all elements, of two tensors.
-LOSSES = named("mse_loss l1_loss smooth_l1_loss huber_loss kl_div dist", torch, torch.Tensor, torch.nn.functional)
-RESHAPES = named("view reshape flatten ravel t transpose permute", torch, torch.Tensor)
-
-
-def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of a shard; its result is a plain tensor, or the shard's values."""
-    if func in FULL_READS or func in LOSSES:
-        _refuse_full_read(func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
-        is_reshape = func in RESHAPES
-        if not (is_reshape or func in ELEMENTWISE) or type(result) is not torch.Tensor or is_compiling():
-            return result
-        shard = next(x for x in (*args, *kwargs.values()) if isinstance(x, ShardParameter | ShardValue))
-        info = sharding_info_of(shard)
-        if info is None or info.placements[0].is_replicate() or not (is_reshape or result.shape == shard.shape):
-            return result
-        value = result.as_subclass(ShardValue)
-        value._sharding_info = info
-        value._is_reshaped = is_reshape or getattr(shard, "_is_reshaped", False)
-        return value
-
-
-def _refuse_full_read(func: Any, args: Any, kwargs: Any) -> None:
-    # The first argument, under whatever name (`nn.init` passes `tensor=`), or the one written to (`out=`).
-    shards = (x for x in (*args[:1], *kwargs.values()) if isinstance(x, ShardParameter | ShardValue))
-    shard = next(shards, None)
-    if shard is None or shard.is_meta:  # a meta tensor has no values
-        return
-    info = sharding_info_of(shard)
-    if info is None or info.placements[0].is_replicate():
-        return
-    dims = range(shard.dim()) if getattr(shard, "_is_reshaped", False) else [getattr(info.placements[0], "dim", 0)]
-    reads = [full_read(func, args, kwargs, dim, shard.dim()) for dim in dims]
-    if name := LOSSES.get(func) or next(filter(None, reads), ""):
-        hint = (
-            "weight.full_tensor() is the full weight, with a gradient; initialise before the plan is applied, by"
-            " reset_parameters() of the module, or by load_state_dict()"
-        )
-        reason = f"{name} on one rank's shard of {list(info.shape)}"
-        raise PlanError(Problem("local-shard-as-full", found=reason, hint=hint))
 
 
 def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
@@ -193,9 +121,15 @@ class ShardCheck:
             if local.shape[dim] != size:
                 where = f"{self.name}.{name}".lstrip(".")
                 refuse_transforms(where)
-                reason = f"{local.shape[dim]} on this rank"
-                hint = f"this rank's shard has {size}: load_state_dict() shards full tensors; or pass the shard"
-                raise StyleInputError(Problem("shape-mismatch", where, dim=dim, found=reason, hint=hint))
+                raise StyleInputError(
+                    Problem(
+                        "shape-mismatch",
+                        where,
+                        dim=dim,
+                        found=f"{local.shape[dim]} on this rank",
+                        hint=f"this rank's shard has {size}: load_state_dict() shards full tensors; or pass the shard",
+                    )
+                )
             # Other than parameters: a DTensor's local tensor, or a tensor in place for a functional call. Exact types
             # first: this runs in every step, and isinstance on a parameter's class is slow.
             kind = type(local)
@@ -214,11 +148,14 @@ class ShardCheck:
 
 def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
     """Return the problem of a parameter in place of a shard. Norms would take it for full."""
-    hint = (
-        "norms and state dicts would take it for the full weight: write new values with copy_() or load_state_dict()"
-        "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads"
+    return Problem(
+        "local-shard-as-full",
+        where,
+        found=f"{type(parameter).__name__} in place of a shard",
+        hint="norms and state dicts would take it for the full weight: write new values with copy_() or"
+        " load_state_dict()"
+        "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads",
     )
-    return Problem("local-shard-as-full", where, found=f"{type(parameter).__name__} in place of a shard", hint=hint)
 
 
 # ---------------------------------------------------------------------------------------------- making
@@ -322,10 +259,12 @@ def refuse_computed(module: nn.Module, name: str) -> None:
     items = [*below._parameters.items(), *((key, module._parameters.get(key)) for key in (f"{name}_orig", f"{name}_v"))]
     # torch's older weight norm makes an ordinary parameter of a shard.
     if any(isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) for _, parameter in items):
-        hint = "put it on and take it off again before the plan is applied"
         raise PlanError(
             Problem(
-                "local-shard-as-full", name, found=f"computed from one shard, in {type(module).__name__}", hint=hint
+                "local-shard-as-full",
+                name,
+                found=f"computed from one shard, in {type(module).__name__}",
+                hint="put it on and take it off again before the plan is applied",
             )
         )
 

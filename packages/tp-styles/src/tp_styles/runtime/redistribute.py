@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tp_styles._shared.consensus import all_gather_objects, as_bytes
+from tp_styles._shared.consensus import all_gather_small, as_bytes
 from tp_styles._torch_compat import (
     all_gather_into,
     functional_collectives,
@@ -143,7 +143,7 @@ class TPGroup:
         """Gather picklable objects of all ranks; a dead peer is an error with `subject`."""
         before_collective(self.group, subject)
         with without_dispatch_modes():  # the check's mode would see every copy of the bytes
-            return all_gather_objects(self.group, value, subject)
+            return all_gather_small(self.group, value, subject)
 
     def slice(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """Return this rank's shard of `x` along `dim` (a view)."""
@@ -212,8 +212,14 @@ class Redistribute:
     def redistributed(self, x: DTensor) -> DTensor:
         """Return a DTensor in the wanted layout, from any layout."""
         if x.device_mesh != self.axis.mesh:
-            hint = f"the module is on {self.axis.mesh}; redistribute over that mesh before the call"
-            raise StyleInputError(Problem("mesh-mismatch", self.name, found=f"a DTensor on {x.device_mesh}", hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "mesh-mismatch",
+                    self.name,
+                    found=f"a DTensor on {x.device_mesh}",
+                    hint=f"the module is on {self.axis.mesh}; redistribute over that mesh before the call",
+                )
+            )
         wanted = (normalized(self.flow.dst, x.dim()),)
         return x if x.placements == wanted else x.redistribute(placements=wanted)
 
@@ -279,10 +285,13 @@ class Redistribute:
             sizes = (x.shape[dim],) * self.axis.size
         known[dim] = sizes
         if x.shape[dim] != sizes[self.axis.rank]:
-            hint = f"this rank's shard of a global size of {sum(sizes)} has {sizes[self.axis.rank]}"
             raise StyleInputError(
                 Problem(
-                    "shape-mismatch", self.name, dim=dim, found=f"{x.shape[dim]} on rank {self.axis.rank}", hint=hint
+                    "shape-mismatch",
+                    self.name,
+                    dim=dim,
+                    found=f"{x.shape[dim]} on rank {self.axis.rank}",
+                    hint=f"this rank's shard of a global size of {sum(sizes)} has {sizes[self.axis.rank]}",
                 )
             )
         return sizes
@@ -297,9 +306,15 @@ class Redistribute:
             return
         sizes = self.axis.all_gather_objects(size, "the first call")
         if len(set(sizes)) > 1:
-            hint = "pad to a multiple of the tp size, or pass a DTensor, which has a global size"
-            reason = f"sizes {sizes} on the ranks"
-            raise StyleInputError(Problem("uneven-shards", self.name, dim=dim, found=reason, hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "uneven-shards",
+                    self.name,
+                    dim=dim,
+                    found=f"sizes {sizes} on the ranks",
+                    hint="pad to a multiple of the tp size, or pass a DTensor, which has a global size",
+                )
+            )
         self.is_even = True
 
     def _sizes_of_full(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
@@ -311,10 +326,13 @@ class Redistribute:
         if sizes is None:
             if full % self.axis.size and not self.uneven:
                 # Shards of a plain tensor carry no global size: a later gather has to take them as even.
-                hint = "pad it to a multiple of the tp size, or pass a DTensor, which has a global size"
                 raise StyleInputError(
                     Problem(
-                        "uneven-shards", self.name, dim=dim, found=f"size {full} over {self.axis.size} ranks", hint=hint
+                        "uneven-shards",
+                        self.name,
+                        dim=dim,
+                        found=f"size {full} over {self.axis.size} ranks",
+                        hint="pad it to a multiple of the tp size, or pass a DTensor, which has a global size",
                     )
                 )
             sizes = Split.along(dim, full).sizes(self.axis.size)
@@ -378,12 +396,16 @@ def refuse_transforms(name: str) -> None:
         StyleInputError: One is active.
     """
     if not is_compiling() and is_transformed():
-        hint = (
-            "torch.autograd.grad outside of transforms, and functional_call on shards, are right; undo() gives the"
-            " full model"
+        raise StyleInputError(
+            Problem(
+                "unsupported-option",
+                name,
+                found="a transform of torch.func, or forward mode",
+                hint="torch.autograd.grad outside of transforms, and functional_call on shards, are right; undo() gives"
+                " the"
+                " full model",
+            )
         )
-        problem = Problem("unsupported-option", name, found="a transform of torch.func, or forward mode", hint=hint)
-        raise StyleInputError(problem)
 
 
 class _Moved(torch.autograd.Function):

@@ -187,19 +187,29 @@ class SequenceAttention:
         """
         q, k, v = qkv
         if q.dim() != 4 or k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
-            reason = f"queries {list(q.shape)}, keys {list(k.shape)}"
-            hint = (
-                "attention over this rank's tokens takes [batch, heads, tokens, size] of one length: a filled cache"
-                " and cross attention have others"
+            raise StyleInputError(
+                Problem(
+                    "shape-mismatch",
+                    name,
+                    found=f"queries {list(q.shape)}, keys {list(k.shape)}",
+                    hint="attention over this rank's tokens takes [batch, heads, tokens, size] of one length: a filled"
+                    " cache"
+                    " and cross attention have others",
+                )
             )
-            raise StyleInputError(Problem("shape-mismatch", name, found=reason, hint=hint))
         if self.kind == "gather":
             return self._gathered(q, k, v, mask, attend, name, is_causal=is_causal)
         n, length = self.moves.axis.size, q.shape[2]
         if q.shape[1] % n:
-            hint = 'ContextParallel(kind="gather") takes any number of heads'
-            reason = f"{q.shape[1]} heads over {n} ranks"
-            raise StyleInputError(Problem("does-not-divide", name, dim=1, found=reason, hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "does-not-divide",
+                    name,
+                    dim=1,
+                    found=f"{q.shape[1]} heads over {n} ranks",
+                    hint='ContextParallel(kind="gather") takes any number of heads',
+                )
+            )
         k, v = (self._copied(x, q.shape[1]) for x in (k, v))
         q, k, v = self._to_heads((q, k, v))
         if mask is not None:
@@ -274,7 +284,12 @@ class SequenceAttention:
     def _checked(self, mask: torch.Tensor, length: int, name: str, rows: tuple[int, ...]) -> torch.Tensor:
         full = length * self.moves.axis.size
         if mask.dim() < 2 or mask.shape[-1] != full or mask.shape[-2] not in rows:
-            hint = f"pass the mask of all {full} tokens: as an input of the model, with inputs={{name: None}}"
-            reason = f"a mask {list(mask.shape)} for {length} of {full} tokens"
-            raise StyleInputError(Problem("shape-mismatch", name, found=reason, hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "shape-mismatch",
+                    name,
+                    found=f"a mask {list(mask.shape)} for {length} of {full} tokens",
+                    hint=f"pass the mask of all {full} tokens: as an input of the model, with inputs={{name: None}}",
+                )
+            )
         return mask

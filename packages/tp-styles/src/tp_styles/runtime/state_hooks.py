@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.sectioned_tensor import SectionedTensor
+from tp_styles._shared.shard_values import plain
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo
 from tp_styles._torch_compat import local_of
 from tp_styles.problems import PlanError, Problem
@@ -41,7 +42,7 @@ class PreserveShardingOnApply(_StandIn):
         """Run the module's own `_apply`; new parameters get the old ones' metadata."""
         module = self.module
         before = {name: (part, dict(vars(part))) for name, part in self.parts().items()}
-        type(module)._apply(module, fn, recurse)
+        type(module)._apply(module, lambda x: plain(fn(x)), recurse)  # torch makes a parameter of no value of a shard
         for name, (old, description) in before.items():
             new = module._parameters.get(name)
             if new is not None and new is not old:
@@ -107,9 +108,13 @@ class FullModelOnly:
         """
         if kwargs.get("state_dict") is not None:
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
-        reason = f"{self.name} on shards"
         raise PlanError(
-            Problem("local-shard-as-full", type(self.model).__name__, found=reason, hint=FULL_MODEL[self.name])
+            Problem(
+                "local-shard-as-full",
+                type(self.model).__name__,
+                found=f"{self.name} on shards",
+                hint=FULL_MODEL[self.name],
+            )
         )
 
 
@@ -201,6 +206,12 @@ def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
             return value.redistribute(placements=placements).to_local()
         value = value.full_tensor()
     if value.shape != shape:
-        hint = f"the full tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() returned"
-        raise PlanError(Problem("shape-mismatch", key, found=f"shape {tuple(value.shape)}", hint=hint))
+        raise PlanError(
+            Problem(
+                "shape-mismatch",
+                key,
+                found=f"shape {tuple(value.shape)}",
+                hint=f"the full tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() returned",
+            )
+        )
     return split_of(info).take(value, mesh.get_local_rank(), mesh.size())

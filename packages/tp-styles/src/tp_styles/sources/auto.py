@@ -57,24 +57,42 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2, ep_size: int | None = None)
         planned = plan_styles(model, styles, tp_size)
     share, largest = sharded_share(model, planned)
     if not share:
-        hint = "write a plan; or install tp-styles[shard-spec] for its planner"
-        raise PlanError(Problem("unmatched-pattern", type(model).__name__, found="no block that is known", hint=hint))
+        raise PlanError(
+            Problem(
+                "unmatched-pattern",
+                type(model).__name__,
+                found="no block that is known",
+                hint="write a plan; or install tp-styles[shard-spec] for its planner",
+            )
+        )
     if share < 0.5:
-        text = f"auto_plan shards {share:.1%} of the parameters of {type(model).__name__}; largest unsharded: {largest}"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(
+            f"auto_plan shards {share:.1%} of the parameters of {type(model).__name__}; largest unsharded: {largest}",
+            stacklevel=2,
+        )
     return styles
 
 
 def _whole_experts(model: nn.Module, tp_size: int, ep_size: int) -> dict[str, ParallelStyle]:
     if tp_size not in (1, ep_size):
-        hint = "one axis has one size; for two axes plan each: auto_plan(model, tp_size=1, ep_size=N) gives the experts"
-        problem = Problem("conflicting-arguments", "ep_size", found=f"{ep_size} beside tp_size={tp_size}", hint=hint)
-        raise PlanError(problem)
+        raise PlanError(
+            Problem(
+                "conflicting-arguments",
+                "ep_size",
+                found=f"{ep_size} beside tp_size={tp_size}",
+                hint="one axis has one size; for two axes plan each: auto_plan(model, tp_size=1, ep_size=N) gives the"
+                " experts",
+            )
+        )
     names = expert_modules(model)
     if not names:
-        hint = "ExpertParallel(parameters=, inputs=) takes modules of your own"
         raise PlanError(
-            Problem("unmatched-pattern", type(model).__name__, found="no experts that are known", hint=hint)
+            Problem(
+                "unmatched-pattern",
+                type(model).__name__,
+                found="no experts that are known",
+                hint="ExpertParallel(parameters=, inputs=) takes modules of your own",
+            )
         )
     return {name: ExpertParallel() for name in names}
 

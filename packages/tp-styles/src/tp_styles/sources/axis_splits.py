@@ -51,8 +51,14 @@ def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
     }
     sizes = {layout.mesh.axis_size(axis) for layout in layouts.values() if axis in layout.mesh.axis_names}
     if layouts and len(sizes) != 1:
-        reason = f"sizes {sorted(sizes)}" if sizes else "no layout on a mesh with it"
-        problems.append(Problem("unknown-axis", axis=axis, found=reason, hint="pass axis=, one that has one size"))
+        problems.append(
+            Problem(
+                "unknown-axis",
+                axis=axis,
+                found=f"sizes {sorted(sizes)}" if sizes else "no layout on a mesh with it",
+                hint="pass axis=, one that has one size",
+            )
+        )
     splits = {}
     for name, layout in layouts.items():
         split, problem = split_on_axis(name, layout, axis, module.get_parameter(name).shape)
@@ -97,8 +103,14 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
     order = layout.order or tuple(cutting)  # default: the order of the mesh
     before = [other for other in order[: order.index(axis)] if cutting[other] % len(shape) == dim]
     if before:
-        reason = f"{layout}: {before[0]} shards dim {dim} before {axis}"
-        return None, Problem("invalid-layout", name, dim=dim, axis=axis, found=reason, hint="let the axis shard first")
+        return None, Problem(
+            "invalid-layout",
+            name,
+            dim=dim,
+            axis=axis,
+            found=f"{layout}: {before[0]} shards dim {dim} before {axis}",
+            hint="let the axis shard first",
+        )
     sections = _sections(term, shape[dim])
     if sections is None:
         return None, Problem("layout-mismatch", name, dim=dim, axis=axis, found=str(layout), hint=hint)

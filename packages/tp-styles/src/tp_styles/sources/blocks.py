@@ -275,14 +275,19 @@ class Conversion:
 
     def _refuse_others(self, names: set[str]) -> None:
         """Refuse sharded layers outside of all regions."""
-        hint = (
-            "it is part of no recognised block that the plan shards by columns and rows: leave it replicated. For a"
-            " data-parallel axis use FSDP or shard_spec.apply_plan"
-        )
         for name in dict.fromkeys(owner_of(n) for n in self.cuts.splits if n in names):
             keys = sorted(n.rpartition(".")[2] for n in names if owner_of(n) == name)
-            reason = ", ".join(f"{key}: {self.cuts.splits[below(name, key)]}" for key in keys)
-            self.problems.append(Problem("plan-not-executable", name, axis=self.cuts.axis, found=reason, hint=hint))
+            self.problems.append(
+                Problem(
+                    "plan-not-executable",
+                    name,
+                    axis=self.cuts.axis,
+                    found=", ".join(f"{key}: {self.cuts.splits[below(name, key)]}" for key in keys),
+                    hint="it is part of no recognised block that the plan shards by columns and rows: leave it"
+                    " replicated. For a"
+                    " data-parallel axis use FSDP or shard_spec.apply_plan",
+                )
+            )
 
 
 def mixes(module: nn.Module, region: Region) -> str:

@@ -73,8 +73,10 @@ def todays_names(plan: Mapping[str, str]) -> dict[str, str]:
     supported = {**{name: name for name in TODAY}, **OLDER}
     unknown = [(key, name) for key, name in plan.items() if name not in supported]
     if unknown:
-        hint = "known are " + ", ".join(TODAY)
-        raise PlanError(Problem("invalid-argument", key, found=repr(name), hint=hint) for key, name in unknown)
+        raise PlanError(
+            Problem("invalid-argument", key, found=repr(name), hint="known are " + ", ".join(TODAY))
+            for key, name in unknown
+        )
     return {key: supported[name] for key, name in plan.items()}
 
 
@@ -98,8 +100,15 @@ def from_hf_tp_plan(model: nn.Module, plan: Mapping[str, str] | None = None) -> 
         PlanError: The model has no plan, or the plan has unsupported style names.
     """
     if not hasattr(model, "named_modules"):
-        hint = "pass the model; of a configuration AutoModelForCausalLM.from_config makes one, on the meta device too"
-        raise PlanError(Problem("wrong-type", "model", found=type(model).__name__, hint=hint))
+        raise PlanError(
+            Problem(
+                "wrong-type",
+                "model",
+                found=type(model).__name__,
+                hint="pass the model; of a configuration AutoModelForCausalLM.from_config makes one, on the meta device"
+                " too",
+            )
+        )
     if plan is None:
         plan = getattr(model, "tp_plan", None)
     if not plan:
@@ -107,9 +116,14 @@ def from_hf_tp_plan(model: nn.Module, plan: Mapping[str, str] | None = None) -> 
     named = _entries(model, todays_names(plan))  # raises all unknown names at once
     styles = {name: _style(model, name, named) for name in _modules(model, named)}
     if not styles:
-        reason = "no name of the plan is one of its modules"
-        hint = "of a wrapper pass the model inside (peft: get_base_model())"
-        raise PlanError(Problem("unmatched-pattern", type(model).__name__, found=reason, hint=hint))
+        raise PlanError(
+            Problem(
+                "unmatched-pattern",
+                type(model).__name__,
+                found="no name of the plan is one of its modules",
+                hint="of a wrapper pass the model inside (peft: get_base_model())",
+            )
+        )
     experts = [name for name, style in styles.items() if isinstance(style, ExpertParallel)]
     # The experts' style has all that is below them: transformers' plan names the norm behind them apart.
     styles = {n: s for n, s in styles.items() if n in experts or not any(is_below(n, other) for other in experts)}
@@ -169,15 +183,22 @@ def style_of(kind: str, own: Mapping[str, str], config: Any, name: str) -> Paral
         PlanError: The style name is for parameters only.
     """
     if "grouped_gemm" in own.values() and kind != "ep_dispatch_experts":
-        hint = 'whole experts of a rank need their tokens: name the module "ep_dispatch_experts" in the plan'
-        raise PlanError(Problem("invalid-argument", name, found="'grouped_gemm' of its parameters", hint=hint))
+        raise PlanError(
+            Problem(
+                "invalid-argument",
+                name,
+                found="'grouped_gemm' of its parameters",
+                hint='whole experts of a rank need their tokens: name the module "ep_dispatch_experts" in the plan',
+            )
+        )
     if kind in ROLES and (own or kind != "all_reduce"):
         return ParametersParallel(own, role=ROLES[kind])
     if kind == "mla_kv_a_proj":
         return LatentKVParallel(int(config.qk_rope_head_dim))  # of each head's key
     if kind not in STYLES:
-        hint = "it has a meaning for parameters only"
-        raise PlanError(Problem("invalid-argument", name, found=repr(kind), hint=hint))
+        raise PlanError(
+            Problem("invalid-argument", name, found=repr(kind), hint="it has a meaning for parameters only")
+        )
     return STYLES[kind]()  # a new style for each module
 
 

@@ -121,9 +121,15 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
             problems = [*_differences(model, cuts_on_axis(plan, model, axis), mesh[axis])]
             if sharding & set(data):
                 # FSDP2 would take a local shard for the full parameter, and store it so in a checkpoint.
-                hint = "use DistributedDataParallel (tp_ddp_bridge), or plan without kv copies and fused order"
-                text = "a shard that no DTensor describes cannot be sharded again by FSDP2"
-                problems += [Problem("plan-not-executable", name, found=text, hint=hint) for name in _local(model)]
+                problems += [
+                    Problem(
+                        "plan-not-executable",
+                        name,
+                        found="a shard that no DTensor describes cannot be sharded again by FSDP2",
+                        hint="use DistributedDataParallel (tp_ddp_bridge), or plan without kv copies and fused order",
+                    )
+                    for name in _local(model)
+                ]
             if problems:
                 handle.undo()  # unchanged model
                 raise PlanError(problems)
@@ -186,14 +192,25 @@ def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, 
     model, shards = [a for a in sharding if a not in _DATA_AXES], [a for a in data if a in sharding]
     replicates = [axis for axis in data if axis not in sharding]
     if len(model) > 1 or len(shards) > 1 or len(replicates) > 1 or [*replicates, *shards] != data:
-        text = f"model axes {model}, data axes that shard {shards} and that replicate {replicates}"
-        hint = "one model axis, one data axis that shards, and one that replicates before it"
-        problems.append(Problem("plan-not-executable", "mesh", found=text, hint=hint))
+        problems.append(
+            Problem(
+                "plan-not-executable",
+                "mesh",
+                found=f"model axes {model}, data axes that shard {shards} and that replicate {replicates}",
+                hint="one model axis, one data axis that shards, and one that replicates before it",
+            )
+        )
     for name, layout in layouts.items() if shards else ():
         if not isinstance(layout.placements[names.index(shards[0])], Shard):
-            text = f"{layout}: fully_shard shards every parameter along {shards[0]!r}"
-            hint = "plan with FullyShardPlanner, and without rules that replicate"
-            problems.append(Problem("plan-not-executable", name, axis=shards[0], found=text, hint=hint))
+            problems.append(
+                Problem(
+                    "plan-not-executable",
+                    name,
+                    axis=shards[0],
+                    found=f"{layout}: fully_shard shards every parameter along {shards[0]!r}",
+                    hint="plan with FullyShardPlanner, and without rules that replicate",
+                )
+            )
     return problems
 
 
@@ -209,8 +226,12 @@ def _differences(model: nn.Module, cuts: AxisCuts, mesh: DeviceMesh) -> Iterator
         rank, size = mesh.get_local_rank(), mesh.size()
         same = actual.dim == planned.dim
         if not same or (actual.dim is not None and rows_of(actual, rank, size) != rows_of(planned, rank, size)):
-            reason = f"{actual}, planned is {planned}"
-            yield Problem("layout-mismatch", name, found=reason, hint="report this: the plan was accepted")
+            yield Problem(
+                "layout-mismatch",
+                name,
+                found=f"{actual}, planned is {planned}",
+                hint="report this: the plan was accepted",
+            )
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:

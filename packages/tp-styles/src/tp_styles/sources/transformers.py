@@ -59,8 +59,14 @@ class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformer
         """Create the placeholder for transformers to load the weight into."""
         _kinds.setdefault(module, {})[param] = self.kind  # for install_forward
         if module in _copied and self.kind != "colwise":
-            hint = 'kv_replicate is for "colwise" key and value projections; leave it out'
-            raise PlanError(Problem("conflicting-arguments", type(module).__name__, found=self.kind, hint=hint))
+            raise PlanError(
+                Problem(
+                    "conflicting-arguments",
+                    type(module).__name__,
+                    found=self.kind,
+                    hint='kv_replicate is for "colwise" key and value projections; leave it out',
+                )
+            )
         full = module._parameters.get(param)
         if module in _copied and full is not None:
             # Copies of some rows have no placement on this mesh: every rank holds all rows, and computes with its own.
@@ -103,8 +109,15 @@ class KVReplicate(TensorParallelLayer):  # type: ignore[misc]  # transformers' c
         ends = [key for key in OUTPUTS if isinstance(getattr(module, key, None), nn.Linear)]
         style = attention_style(module, ends)
         if style is None:
-            text = f"{type(module).__name__}, not an attention with q_proj, k_proj, v_proj, a projection out, head_dim"
-            raise PlanError(Problem("module-kind", "kv_replicate", found=text, hint="tp_styles.apply_plan has styles"))
+            raise PlanError(
+                Problem(
+                    "module-kind",
+                    "kv_replicate",
+                    found=f"{type(module).__name__}, not an attention with q_proj, k_proj, v_proj, a projection out,"
+                    " head_dim",
+                    hint="tp_styles.apply_plan has styles",
+                )
+            )
         spec = style.spec(describe(module, type(module).__name__), mesh.size())
         _raise(spec)
         for name, value in spec.attributes:
@@ -140,9 +153,15 @@ class ProjectionsCheck:
         """
         plain = [name for name in self.names if "forward" not in vars(module.get_submodule(name))]
         if plain:
-            reason = f"kv_replicate, and no style for {', '.join(plain)}"
-            hint = 'add them to tp_plan as "colwise" (the projection out as "rowwise"), or leave kv_replicate out'
-            raise PlanError(Problem("conflicting-arguments", type(module).__name__, found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "conflicting-arguments",
+                    type(module).__name__,
+                    found=f"kv_replicate, and no style for {', '.join(plain)}",
+                    hint='add them to tp_plan as "colwise" (the projection out as "rowwise"), or leave kv_replicate'
+                    " out",
+                )
+            )
 
 
 def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:
@@ -157,9 +176,14 @@ def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Mo
         placed = module.get_parameter(name)
         sharded = isinstance(placed, DTensor) and not placed.placements[0].is_replicate()
         if sharded == parameter.split.is_replicated:  # one sharded, the other not
-            reason = f"{placed.placements if isinstance(placed, DTensor) else 'in full'}, as the plan has it"
-            hint = f"{style!r} computes with {parameter.split}"
-            raise PlanError(Problem("layout-mismatch", info.where(name), found=reason, hint=hint))
+            raise PlanError(
+                Problem(
+                    "layout-mismatch",
+                    info.where(name),
+                    found=f"{placed.placements if isinstance(placed, DTensor) else 'in full'}, as the plan has it",
+                    hint=f"{style!r} computes with {parameter.split}",
+                )
+            )
     for name, value in spec.attributes:
         setattr(module, name, value)
     axis = TPGroup(mesh)
@@ -193,9 +217,14 @@ class ReplicatedInputCheck:
             return  # no values to compare
         mode = module.training, torch.is_grad_enabled()
         if Inputs(args[:1], {}, self.axis, mode, {}, ()).differ:  # all ranks raise together
-            hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler"
-            reason = "other values on each rank"
-            raise StyleInputError(Problem("ranks-disagree", type(module).__name__, found=reason, hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "ranks-disagree",
+                    type(module).__name__,
+                    found="other values on each rank",
+                    hint="tensor-parallel ranks take the same batch: give each data-parallel group one sampler",
+                )
+            )
         self.handle.remove()
 
 

@@ -54,8 +54,12 @@ def divide_heads(
     Every rank gets full groups: the key-value heads of its query heads, and no others.
     """
     if queries < 1 or keys < 1 or queries % keys:
-        hint = "query heads are a multiple of key-value heads"
-        return None, Problem("does-not-divide", name, found=f"{queries} heads, {keys} key-value heads", hint=hint)
+        return None, Problem(
+            "does-not-divide",
+            name,
+            found=f"{queries} heads, {keys} key-value heads",
+            hint="query heads are a multiple of key-value heads",
+        )
     if queries % tp_size == 0 and keys % tp_size == 0:
         return Heads(queries, keys, tp_size), None
     if queries % tp_size == 0 and tp_size % keys == 0 and kv_replicate:
@@ -110,7 +114,6 @@ class GQAParallel(ParallelStyle):
         qkv: str | None = None,
         norms: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(None, None)
         self.num_heads, self.num_kv_heads, self.kv_replicate = num_heads, num_kv_heads, kv_replicate
         self.q, self.k, self.v, self.o, self.qkv = q, k, v, o, qkv
         self.norms = tuple(norms)
@@ -122,19 +125,33 @@ class GQAParallel(ParallelStyle):
         names = (self.qkv, self.o) if self.qkv else (self.q, self.k, self.v, self.o)
         missing = [name for name in names if name and _weight(info, name) is None]
         if queries is None or keys is None or missing:
-            reason = f"no {', '.join(missing)}" if missing else "no attribute with the number of heads"
-            hint = "pass the names and numbers: GQAParallel(q=..., num_heads=...)"
             code = "unknown-name" if missing else "missing-argument"
-            return StyleSpec(problems=(Problem(code, info.where(), found=reason, hint=hint),))
+            return StyleSpec(
+                problems=(
+                    Problem(
+                        code,
+                        info.where(),
+                        found=f"no {', '.join(missing)}" if missing else "no attribute with the number of heads",
+                        hint="pass the names and numbers: GQAParallel(q=..., num_heads=...)",
+                    ),
+                )
+            )
         heads, problem = divide_heads(info.where(), queries, keys, tp_size, kv_replicate=self.kv_replicate)
         if heads is None or problem is not None:
             return StyleSpec(problems=(problem,) if problem is not None else ())
         out = _weight(info, self.o)
         assert out is not None
         if out.shape[1] % heads.queries:
-            reason = f"{out.shape[1]} input features for {heads.queries} heads"
-            hint = "every head has the same size"
-            return StyleSpec(problems=(Problem("does-not-divide", info.where(self.o), found=reason, hint=hint),))
+            return StyleSpec(
+                problems=(
+                    Problem(
+                        "does-not-divide",
+                        info.where(self.o),
+                        found=f"{out.shape[1]} input features for {heads.queries} heads",
+                        hint="every head has the same size",
+                    ),
+                )
+            )
         layers = self._projections(info, heads, out.shape[1] // heads.queries)
         has_adapter = {name: info.parameter(f"{name}.weight") is None for name in layers}
         children = [(name, LoRAParallel(style) if has_adapter[name] else style) for name, style in layers.items()]
@@ -201,23 +218,43 @@ class MultiheadAttentionParallel(ParallelStyle):
         input_layouts: Placement | tuple[Placement, ...] | None = None,
         output_layouts: Placement | tuple[Placement, ...] | None = None,
     ) -> None:
-        super().__init__(None, None)
         self.input_layouts = (single(input_layouts, Replicate(), "input_layouts"),)
         self.output_layouts = (single(output_layouts, Replicate(), "output_layouts"),)
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Return a spec with sharded heads; see `ParallelStyle.spec`."""
         if not issubclass(info.kind, nn.MultiheadAttention):
-            hint = "the style is for nn.MultiheadAttention; GQAParallel is for attention with projections of its own"
-            return StyleSpec(problems=(Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint),))
+            return StyleSpec(
+                problems=(
+                    Problem(
+                        "module-kind",
+                        info.where(),
+                        found=info.kind.__name__,
+                        hint="the style is for nn.MultiheadAttention; GQAParallel is for attention with projections of"
+                        " its own",
+                    ),
+                )
+            )
         width, count = int(info.size("embed_dim") or 0), int(info.size("num_heads") or 1)
         problems = []
         if info.kind.forward is not nn.MultiheadAttention.forward:
-            hint = "the style replaces the forward of nn.MultiheadAttention, which this class overrides"
-            problems.append(Problem("module-not-shardable", info.where(), found=info.kind.__name__, hint=hint))
+            problems.append(
+                Problem(
+                    "module-not-shardable",
+                    info.where(),
+                    found=info.kind.__name__,
+                    hint="the style replaces the forward of nn.MultiheadAttention, which this class overrides",
+                )
+            )
         if info.parameter("bias_k") is not None or info.size("add_zero_attn"):
-            hint = "build it without add_bias_kv and add_zero_attn"
-            problems.append(Problem("unsupported-option", info.where(), found="keys of no token", hint=hint))
+            problems.append(
+                Problem(
+                    "unsupported-option",
+                    info.where(),
+                    found="keys of no token",
+                    hint="build it without add_bias_kv and add_zero_attn",
+                )
+            )
         _, problem = divide_heads(info.where(), count, count, tp_size, kv_replicate=False)
         if problem is not None:
             problems.append(problem)
@@ -265,8 +302,16 @@ class TransformerLayerParallel(ParallelStyle):
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Return the styles of the layers below; see `ParallelStyle.spec`."""
         if not issubclass(info.kind, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            hint = "the style is for nn.TransformerEncoderLayer and nn.TransformerDecoderLayer"
-            return StyleSpec(problems=(Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint),))
+            return StyleSpec(
+                problems=(
+                    Problem(
+                        "module-kind",
+                        info.where(),
+                        found=info.kind.__name__,
+                        hint="the style is for nn.TransformerEncoderLayer and nn.TransformerDecoderLayer",
+                    ),
+                )
+            )
         attention = ["self_attn"]
         if issubclass(info.kind, nn.TransformerDecoderLayer):
             attention.append("multihead_attn")

@@ -33,7 +33,6 @@ class NoParallel(ParallelStyle):
     """
 
     def __init__(self, *, sum_gradient: bool = False) -> None:
-        super().__init__(None, None)
         self.sum_gradient = sum_gradient
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
@@ -59,7 +58,6 @@ class SequenceParallel(ParallelStyle):
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
-        super().__init__(None, None)
         self.sequence_dim = sequence_dim
         self.sequence_sharding = (Shard(sequence_dim),)
         self.use_local_output = use_local_output
@@ -67,10 +65,13 @@ class SequenceParallel(ParallelStyle):
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Return replicated parameters with summed gradients; see `ParallelStyle.spec`."""
         if not info.arguments:
-            problem = Problem(
-                "argument-count", info.where(), found="a forward without arguments", hint="name another module"
+            return StyleSpec(
+                problems=(
+                    Problem(
+                        "argument-count", info.where(), found="a forward without arguments", hint="name another module"
+                    ),
+                )
             )
-            return StyleSpec(problems=(problem,))
         flow = Redistribution(self.sequence_sharding[0], self.sequence_sharding[0])  # plain shards do not move
         return StyleSpec(
             compute="module",
@@ -108,7 +109,6 @@ class BlockParallel(ParallelStyle):
         attributes: Mapping[str, int] | Sequence[str] = (),
         tp_size: int | None = None,
     ) -> None:
-        super().__init__(None, None)
         self.shard, self.buffers = dict(shard or {}), dict(buffers or {})
         self.sum_gradient = tuple(sum_gradient)
         self.attributes = dict(attributes) if isinstance(attributes, Mapping) else tuple(attributes)
@@ -118,9 +118,13 @@ class BlockParallel(ParallelStyle):
         """See `ParallelStyle.spec`."""
         problems = []
         if self.tp_size not in (None, tp_size):  # its counts are for one size
-            reason = f"tp={tp_size}, planned for {self.tp_size}"
             problems.append(
-                Problem("mesh-mismatch", info.where(), found=reason, hint="plan again for this number of ranks")
+                Problem(
+                    "mesh-mismatch",
+                    info.where(),
+                    found=f"tp={tp_size}, planned for {self.tp_size}",
+                    hint="plan again for this number of ranks",
+                )
             )
         parameters = []
         for name in (*self.shard, *self.sum_gradient):
@@ -163,8 +167,14 @@ class ColwiseKVReplicated(FusedColwiseParallel):
         spec = super().spec(info, tp_size)  # its split gives each rank's rows
         problems = spec.problems
         if spec.compute != "column-linear" and not problems:
-            hint = "rows are picked of an nn.Linear; use GQAParallel(kv_replicate=True), or a smaller tp size"
-            problems = (Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint),)
+            problems = (
+                Problem(
+                    "module-kind",
+                    info.where(),
+                    found=info.kind.__name__,
+                    hint="rows are picked of an nn.Linear; use GQAParallel(kv_replicate=True), or a smaller tp size",
+                ),
+            )
         replicated = ParameterSpec(Split.replicated(), sum_gradient=True)
         return StyleSpec(
             compute="picked-column-linear",
@@ -199,10 +209,15 @@ class LoRAParallel(ParallelStyle):
         b: str = "lora_B",
         dropout: str = "lora_dropout",
     ) -> None:
-        super().__init__(None, None)
         if style not in ("column", "row") and not isinstance(style, ColwiseParallel | RowwiseParallel):
-            hint = '"column", "row", or the base layer\'s ColwiseParallel or RowwiseParallel'
-            raise StyleTypeError(Problem("invalid-argument", "style", found=repr(style), hint=hint))
+            raise StyleTypeError(
+                Problem(
+                    "invalid-argument",
+                    "style",
+                    found=repr(style),
+                    hint='"column", "row", or the base layer\'s ColwiseParallel or RowwiseParallel',
+                )
+            )
         self.style, self.base, self.a, self.b, self.dropout = style, base, a, b, dropout
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
@@ -224,9 +239,17 @@ class LoRAParallel(ParallelStyle):
         # A and B see what the base layer sees and give: of sequence shards neither has a meaning.
         is_known = enters == Replicate() if column else enters in (Replicate(), Shard(-1))
         if not is_known or (not column and base.output_layouts[0] != Replicate()) or not base.use_local_output:
-            hint = "beside a low-rank update a layer takes and gives full local tensors, or shards of its features"
-            problem = Problem("lora-mismatch", info.where(), found=repr(base), hint=hint)
-            return StyleSpec(problems=(problem,))
+            return StyleSpec(
+                problems=(
+                    Problem(
+                        "lora-mismatch",
+                        info.where(),
+                        found=repr(base),
+                        hint="beside a low-rank update a layer takes and gives full local tensors, or shards of its"
+                        " features",
+                    ),
+                )
+            )
         first: ParallelStyle = NoParallel() if column else RowwiseParallel(input_layouts=enters)
         second: ParallelStyle = base if column else NoParallel()
         children: list[tuple[str, object]] = [(name, base) for name in linears[self.base]]
@@ -262,7 +285,6 @@ class ParametersParallel(ParallelStyle):
     """
 
     def __init__(self, parameters: Mapping[str, str], *, role: str = "local") -> None:
-        super().__init__(None, None)
         self.parameters = dict(parameters)
         self.role = role
 
@@ -314,7 +336,6 @@ class LatentKVParallel(ParallelStyle):
     """
 
     def __init__(self, rope_features: int) -> None:
-        super().__init__(None, None)
         self.rope_features = rope_features
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
@@ -322,9 +343,13 @@ class LatentKVParallel(ParallelStyle):
         features = info.size("out_features")
         problems = []
         if not isinstance(features, int) or not 0 < self.rope_features < features:
-            hint = "the latent projection has more output features than those that bypass"
             problems.append(
-                Problem("shape-mismatch", info.where(), found=f"{self.rope_features} of {features}", hint=hint)
+                Problem(
+                    "shape-mismatch",
+                    info.where(),
+                    found=f"{self.rope_features} of {features}",
+                    hint="the latent projection has more output features than those that bypass",
+                )
             )
         # The other features go through a column-wise layer, which sums their gradient itself.
         flow = Redistribution(Replicate(), Replicate(), gradient=Partial(), width=self.rope_features)
@@ -344,8 +369,11 @@ def _split(info: ModuleInfo, parameter: ParameterInfo, kind: str, tp_size: int) 
     if not kind.startswith("packed"):
         return Split.along(dim, shape[dim]), None
     if shape[dim] % 2:
-        hint = "a packed weight holds two sections of the same size"
         return Split.replicated(), Problem(
-            "invalid-sections", info.where(parameter.name), dim=dim, found=str(shape), hint=hint
+            "invalid-sections",
+            info.where(parameter.name),
+            dim=dim,
+            found=str(shape),
+            hint="a packed weight holds two sections of the same size",
         )
     return Split(dim, (Section(shape[dim] // 2),) * 2), None

@@ -132,18 +132,23 @@ def _is_config(value: Any) -> bool:
 
 def _problems(config: Any, name: str) -> Iterator[Problem]:
     if config._attn_implementation not in BASES:
-        hint = 'model.set_attn_implementation("sdpa") before the plan: on a GPU it runs the same kernels'
-        reason = f"attention {config._attn_implementation!r}"
-        yield Problem("unsupported-option", "config", found=reason, hint=hint)
+        yield Problem(
+            "unsupported-option",
+            "config",
+            found=f"attention {config._attn_implementation!r}",
+            hint='model.set_attn_implementation("sdpa") before the plan: on a GPU it runs the same kernels',
+        )
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [item for item in (parameters, *parameters.values()) if isinstance(item, dict)]
     kinds = {str(item.get("rope_type", item.get("type"))) for item in nested}
     if growing := sorted(kinds & set(GROWING)):
-        hint = (
-            "the frequencies follow the longest position, which is another one on each rank: rope_type='yarn'"
-            " or 'linear' have fixed ones"
+        yield Problem(
+            "unsupported-option",
+            "config.rope_parameters",
+            found=f"{', '.join(growing)}",
+            hint="the frequencies follow the longest position, which is another one on each rank: rope_type='yarn'"
+            " or 'linear' have fixed ones",
         )
-        yield Problem("unsupported-option", "config.rope_parameters", found=f"{', '.join(growing)}", hint=hint)
 
 
 @cache
@@ -186,15 +191,25 @@ def attention_of_transformers(
         return result
     name, axis = type(module).__name__, state.attention.moves.axis
     if options.get("position_bias") is not None:
-        hint = "a bias between tokens is made for this rank's alone; rotary positions and masks are right"
-        raise StyleInputError(Problem("unsupported-option", name, found="position_bias", hint=hint))
-    if state.call is not None and query.shape[2] * axis.size != state.call.length:
-        hint = (
-            "attention over other tokens than the model's sequence (a vision tower's): ContextParallel on the text"
-            " model alone"
+        raise StyleInputError(
+            Problem(
+                "unsupported-option",
+                name,
+                found="position_bias",
+                hint="a bias between tokens is made for this rank's alone; rotary positions and masks are right",
+            )
         )
-        reason = f"{query.shape[2]} tokens, {state.call.length // axis.size} of the sequence"
-        raise StyleInputError(Problem("shape-mismatch", name, found=reason, hint=hint))
+    if state.call is not None and query.shape[2] * axis.size != state.call.length:
+        raise StyleInputError(
+            Problem(
+                "shape-mismatch",
+                name,
+                found=f"{query.shape[2]} tokens, {state.call.length // axis.size} of the sequence",
+                hint="attention over other tokens than the model's sequence (a vision tower's): ContextParallel on the"
+                " text"
+                " model alone",
+            )
+        )
     heads = query.shape[1]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -251,9 +266,14 @@ def mask_of_transformers(
         return result
     call, axis = state.call, state.attention.moves.axis
     if q_length * axis.size != call.length or kv_offset:
-        reason = f"a mask for {q_length} of {call.length // axis.size} tokens"
-        hint = "a filled cache, or other tokens than the sequence: pass neither"
-        raise StyleInputError(Problem("shape-mismatch", "attention_mask", found=reason, hint=hint))
+        raise StyleInputError(
+            Problem(
+                "shape-mismatch",
+                "attention_mask",
+                found=f"a mask for {q_length} of {call.length // axis.size} tokens",
+                hint="a filled cache, or other tokens than the sequence: pass neither",
+            )
+        )
     if call.hides_mask:
         attention_mask = None
     device = options.get("device", "cpu")
@@ -268,9 +288,14 @@ def mask_of_transformers(
     try:
         return _rows(make, state.attention, call)
     except IndexError as error:
-        hint = "the model makes a mask from its tokens' values (blocks of an image): pass a mask of 4 dims"
-        reason = f"a mask function of this rank's tokens: {error}"
-        raise StyleInputError(Problem("unsupported-option", "attention_mask", found=reason, hint=hint)) from error
+        raise StyleInputError(
+            Problem(
+                "unsupported-option",
+                "attention_mask",
+                found=f"a mask function of this rank's tokens: {error}",
+                hint="the model makes a mask from its tokens' values (blocks of an image): pass a mask of 4 dims",
+            )
+        ) from error
 
 
 def _rows(make: Callable[..., torch.Tensor | None], attention: SequenceAttention, call: Call) -> torch.Tensor | None:
@@ -310,8 +335,14 @@ class AttentionMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
         if (name := REFUSED.get(func)) is not None:
-            hint = "write attention with F.scaled_dot_product_attention: its tokens are exchanged"
-            raise StyleInputError(Problem("unsupported-option", name, found="attends to this rank's tokens", hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "unsupported-option",
+                    name,
+                    found="attends to this rank's tokens",
+                    hint="write attention with F.scaled_dot_product_attention: its tokens are exchanged",
+                )
+            )
         return func(*args, **(kwargs or {}))
 
     def attention(
@@ -328,8 +359,14 @@ class AttentionMode(TorchFunctionMode):
         """Attend over the ranks; the arguments of `scaled_dot_product_attention`."""
         name, call = "scaled_dot_product_attention", self.state.call
         if call is not None and call.added and not is_causal and attn_mask is None:
-            hint = "attention that is not causal sees added tokens: pad to a multiple yourself, with a mask"
-            raise StyleInputError(Problem("uneven-shards", name, found=f"{call.added} tokens were added", hint=hint))
+            raise StyleInputError(
+                Problem(
+                    "uneven-shards",
+                    name,
+                    found=f"{call.added} tokens were added",
+                    hint="attention that is not causal sees added tokens: pad to a multiple yourself, with a mask",
+                )
+            )
         if key.shape[1] != query.shape[1] and not enable_gqa:
             raise RuntimeError(f"{name}: {query.shape[1]} and {key.shape[1]} heads without enable_gqa=True")
 

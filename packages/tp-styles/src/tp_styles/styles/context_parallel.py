@@ -101,7 +101,6 @@ class ContextParallel(ParallelStyle):
         pad: int | None = None,
         order: Literal["contiguous", "zigzag"] = "contiguous",
     ) -> None:
-        super().__init__(None, None)
         self.kind, self.gradients, self.order, self.pad = kind, gradients, order, pad
         self.inputs = dict(inputs or {})
         self.input_layouts, self.output_layouts, self.output_dim = input_layouts, output_layouts, output_dim
@@ -113,17 +112,37 @@ class ContextParallel(ParallelStyle):
         ]
         for name in ("input_layouts", "output_layouts"):
             if getattr(self, name) not in (Replicate(), Shard(1)):
-                hint = "Replicate() or Shard(1)"
-                problems.append(Problem("invalid-argument", name, found=repr(getattr(self, name)), hint=hint))
+                problems.append(
+                    Problem("invalid-argument", name, found=repr(getattr(self, name)), hint="Replicate() or Shard(1)")
+                )
         if order == "zigzag" and (kind != "gather" or input_layouts != Replicate()):
-            hint = "zigzag balances kind='gather' with full inputs; under Ulysses all ranks have equal work already"
-            problems.append(Problem("conflicting-arguments", "order", found="zigzag", hint=hint))
+            problems.append(
+                Problem(
+                    "conflicting-arguments",
+                    "order",
+                    found="zigzag",
+                    hint="zigzag balances kind='gather' with full inputs; under Ulysses all ranks have equal work"
+                    " already",
+                )
+            )
         if output_layouts != Replicate() and (order == "zigzag" or pad is not None):
-            hint = "Replicate(): gathered outputs have the order and the length of the inputs"
-            problems.append(Problem("conflicting-arguments", "output_layouts", found=str(output_layouts), hint=hint))
+            problems.append(
+                Problem(
+                    "conflicting-arguments",
+                    "output_layouts",
+                    found=str(output_layouts),
+                    hint="Replicate(): gathered outputs have the order and the length of the inputs",
+                )
+            )
         if pad is not None and input_layouts != Replicate():
-            hint = "pad before the sequence is sharded: this rank does not see its end"
-            problems.append(Problem("conflicting-arguments", "pad", found=str(pad), hint=hint))
+            problems.append(
+                Problem(
+                    "conflicting-arguments",
+                    "pad",
+                    found=str(pad),
+                    hint="pad before the sequence is sharded: this rank does not see its end",
+                )
+            )
         if problems:
             raise StyleInputError(problems)
 
@@ -144,11 +163,19 @@ class ContextParallel(ParallelStyle):
     def _problems(self, info: ModuleInfo, names: set[str]) -> Iterator[Problem]:
         for name in self.inputs:
             if name not in names and not info.open_keyword:
-                hint = f"forward takes {', '.join(sorted(names))}"
-                yield Problem("unknown-name", info.where("inputs"), found=repr(name), hint=hint)
+                yield Problem(
+                    "unknown-name",
+                    info.where("inputs"),
+                    found=repr(name),
+                    hint=f"forward takes {', '.join(sorted(names))}",
+                )
         if info.name:
-            hint = "apply_plan(model, mesh, ContextParallel()): it shards the inputs of the model"
-            yield Problem("module-kind", info.name, found="a module inside of a model", hint=hint)
+            yield Problem(
+                "module-kind",
+                info.name,
+                found="a module inside of a model",
+                hint="apply_plan(model, mesh, ContextParallel()): it shards the inputs of the model",
+            )
         mixers = ((name, k) for name, k in info.children if MIXERS.search(k.__name__) or issubclass(k, RECURRENT))
         if (mixer := next(mixers, None)) is not None:
             name, kind = mixer
@@ -159,11 +186,19 @@ class ContextParallel(ParallelStyle):
             yield Problem("module-kind", info.where(name), found=kind.__name__, hint=hint)
         elif is_of_transformers(info.kind):
             if not getattr(info.kind, "_supports_attention_backend", False):
-                hint = "its attention is code of its own (ALiBi, or older than the interface): no way over ranks yet"
-                yield Problem("module-kind", info.kind.__name__, found="no AttentionInterface", hint=hint)
+                yield Problem(
+                    "module-kind",
+                    info.kind.__name__,
+                    found="no AttentionInterface",
+                    hint="its attention is code of its own (ALiBi, or older than the interface): no way over ranks yet",
+                )
             if "position_ids" not in names:
-                hint = "positions start at 0 on every rank: a model that takes position_ids is right"
-                yield Problem("module-kind", info.kind.__name__, found="no position_ids in forward", hint=hint)
+                yield Problem(
+                    "module-kind",
+                    info.kind.__name__,
+                    found="no position_ids in forward",
+                    hint="positions start at 0 on every rank: a model that takes position_ids is right",
+                )
 
 
 @dataclass(frozen=True)
@@ -260,8 +295,12 @@ class ContextForward(Forward):
         """
         is_checked = not is_compiling() and any(type(mode) is ConstantRandomness for mode in dispatch_modes())
         if self.style.gradients == "sum" and any(isinstance(m, FSDPModule) for m in self.module.modules()):
-            hint = 'ContextParallel(gradients="mean") and fully_shard(mesh=mesh["dp", "cp"]._flatten())'
-            self._refuse("conflicting-arguments", "gradients", "FSDP2 shards modules of the model", hint)
+            self._refuse(
+                "conflicting-arguments",
+                "gradients",
+                "FSDP2 shards modules of the model",
+                'ContextParallel(gradients="mean") and fully_shard(mesh=mesh["dp", "cp"]._flatten())',
+            )
         if self.style.gradients == "sum" or is_checked or not torch.is_grad_enabled():
             return 1 if self.style.gradients == "sum" or is_checked else self.axis.size
         mine, reducer = set(ranks_of(self.axis.mesh)), active_ddp()
@@ -270,8 +309,12 @@ class ContextForward(Forward):
         groups += [set(ranks_of(reducer.process_group))] if reducer is not None else []
         has_fsdp = any(isinstance(m, FSDPModule) for m in self.module.modules())
         if (not groups and not has_fsdp) or not all(mine <= group for group in groups):
-            hint = 'fully_shard(mesh=mesh["dp", "cp"]._flatten()) or DDP over these ranks; or gradients="sum"'
-            self._refuse("mesh-mismatch", "gradients", "nothing averages them over the ranks of the sequence", hint)
+            self._refuse(
+                "mesh-mismatch",
+                "gradients",
+                "nothing averages them over the ranks of the sequence",
+                'fully_shard(mesh=mesh["dp", "cp"]._flatten()) or DDP over these ranks; or gradients="sum"',
+            )
         return self.axis.size
 
     # ------------------------------------------------------------------ inputs
@@ -285,9 +328,12 @@ class ContextForward(Forward):
             if isinstance(bound.get(name), torch.Tensor) and bound[name].dim()
         }
         if len(set(lengths.values())) != 1:
-            reason = ", ".join(f"{name} {size}" for name, size in lengths.items()) or "no input with tokens"
-            hint = "inputs={name: dim of tokens} names those to shard, and all have one length"
-            self._refuse("shape-mismatch", self.name or type(self.module).__name__, reason, hint)
+            self._refuse(
+                "shape-mismatch",
+                self.name or type(self.module).__name__,
+                ", ".join(f"{name} {size}" for name, size in lengths.items()) or "no input with tokens",
+                "inputs={name: dim of tokens} names those to shard, and all have one length",
+            )
         (size,) = set(lengths.values())
         self._refuse_inputs(bound, size)
         if is_sharded:
@@ -295,9 +341,12 @@ class ContextForward(Forward):
         full = size * n if is_sharded else size
         added = -full % self.moves_tokens.order.multiple
         if added and self.style.pad is None:
-            hint = f"ContextParallel(pad=token) adds {added} tokens at the end; or pad to a multiple yourself"
-            reason = f"{full} tokens over {self.moves_tokens.order.multiple} shards"
-            self._refuse("uneven-shards", self.name or type(self.module).__name__, reason, hint)
+            self._refuse(
+                "uneven-shards",
+                self.name or type(self.module).__name__,
+                f"{full} tokens over {self.moves_tokens.order.multiple} shards",
+                f"ContextParallel(pad=token) adds {added} tokens at the end; or pad to a multiple yourself",
+            )
         call = Call(full + added, added, self._scale())
         has_loss = self._shift_labels(bound, call, is_sharded=is_sharded) if self.is_hf else False
         if self.is_hf:
@@ -337,12 +386,17 @@ class ContextForward(Forward):
             config: Any = self.module.config
             for name in CACHES:
                 if name in passed:
-                    hint = "a cache holds this rank's tokens: generate with the model before the plan, or after undo()"
-                    self._refuse("unsupported-option", name, "a key-value cache (generate() passes one)", hint)
+                    self._refuse(
+                        "unsupported-option",
+                        name,
+                        "a key-value cache (generate() passes one)",
+                        "a cache holds this rank's tokens: generate with the model before the plan, or after undo()",
+                    )
             for name in ("output_attentions", "output_router_logits"):
                 if passed.get(name) or (bound.get(name) is None and getattr(config, name, False)):
-                    hint = f"{name}=False: they would be this rank's alone"
-                    self._refuse("unsupported-option", name, "asked for", hint)
+                    self._refuse(
+                        "unsupported-option", name, "asked for", f"{name}=False: they would be this rank's alone"
+                    )
             for name in CUMULATIVE:
                 if name in passed and self._separates_like(bound, passed[name]):
                     del bound[name], passed[name]  # transformers' eager and sdpa attention read the positions alone
@@ -362,15 +416,23 @@ class ContextForward(Forward):
                 self._refuse("unsupported-option", "gradient_checkpointing", "use_reentrant=True", hint)
             slides = getattr(config.get_text_config(), "sliding_window", None) is not None
             if (self.moves_tokens.order.is_zigzag or slides) and self._uses_cache(bound):
-                hint = "use_cache=False: a rank would keep the last of its own tokens, or tokens out of order"
-                self._refuse("unsupported-option", "use_cache", "a cache beside zigzag or a sliding window", hint)
+                self._refuse(
+                    "unsupported-option",
+                    "use_cache",
+                    "a cache beside zigzag or a sliding window",
+                    "use_cache=False: a rank would keep the last of its own tokens, or tokens out of order",
+                )
             if bound.get("return_dict") is False:
                 self._refuse("unsupported-option", "return_dict", "False", "outputs are found by name: leave it out")
         names = {*self.dims, *self.style.inputs, "attention_mask"}
         for name, value in passed.items():
             if name not in names and any(size > 1 and size in x.shape for _, x in tensors_in(value)):
-                hint = f"inputs={{{name!r}: dim}} names its dim of tokens, None for an input that stays full"
-                self._refuse("unknown-name", name, f"an input with {size} in its shape, like the tokens", hint)
+                self._refuse(
+                    "unknown-name",
+                    name,
+                    f"an input with {size} in its shape, like the tokens",
+                    f"inputs={{{name!r}: dim}} names its dim of tokens, None for an input that stays full",
+                )
 
     def _separates_like(self, bound: dict[str, Any], cumulative: torch.Tensor) -> bool:
         """True if `position_ids` of one row start again at each document that cumulative lengths name."""
@@ -389,8 +451,12 @@ class ContextForward(Forward):
         if labels is None:
             return False
         if not describe(self.module).open_keyword or getattr(self.module, "loss_type", "") != "ForCausalLM":
-            hint = "leave labels out, and pass the logits to tp_styles.sharded_cross_entropy"
-            self._refuse("unsupported-option", "labels", f"the loss of {type(self.module).__name__}", hint)
+            self._refuse(
+                "unsupported-option",
+                "labels",
+                f"the loss of {type(self.module).__name__}",
+                "leave labels out, and pass the logits to tp_styles.sharded_cross_entropy",
+            )
         if is_sharded:
             shifted = torch.cat([labels[:, 1:], first_of_next_rank(labels, self.axis, -100)], 1)
             count = self.axis.all_reduce((shifted != -100).sum())
@@ -414,13 +480,21 @@ class ContextForward(Forward):
         if mask is not None and mask.dim() == 2:
             mask = self.axis.all_gather(mask, 1) if is_sharded else mask
             if mask.shape[1] != size:
-                reason = f"{mask.shape[1]} tokens of {size}"
-                self._refuse("shape-mismatch", "attention_mask", reason, "it has all tokens of the batch")
+                self._refuse(
+                    "shape-mismatch",
+                    "attention_mask",
+                    f"{mask.shape[1]} tokens of {size}",
+                    "it has all tokens of the batch",
+                )
             zeros = mask.new_zeros((mask.shape[0], call.added))
             bound["attention_mask"] = torch.cat([mask, zeros], 1) if call.added else mask
         elif mask is not None and call.added:
-            hint = "pad the mask, the ids and the positions to a multiple yourself"
-            self._refuse("uneven-shards", "attention_mask", f"a mask {list(mask.shape)}", hint)
+            self._refuse(
+                "uneven-shards",
+                "attention_mask",
+                f"a mask {list(mask.shape)}",
+                "pad the mask, the ids and the positions to a multiple yourself",
+            )
         if position is None:
             bound["position_ids"] = torch.arange(call.length, device=source.device)[None]
             if is_sharded:  # cut as the caller cuts
@@ -447,8 +521,12 @@ class ContextForward(Forward):
         if documents is None:
             return
         if self._uses_cache(bound):
-            hint = "use_cache=False: with a cache transformers does not separate them, in one process neither"
-            self._refuse("unsupported-option", "position_ids", "documents beside a cache", hint)
+            self._refuse(
+                "unsupported-option",
+                "position_ids",
+                "documents beside a cache",
+                "use_cache=False: with a cache transformers does not separate them, in one process neither",
+            )
         call.documents, call.positions = documents, positions
 
     # ------------------------------------------------------------------ outputs
@@ -473,15 +551,23 @@ class ContextForward(Forward):
             elif name in SEQUENCE_OUTPUTS:
                 output[name] = _mapped(value, lambda x: self._leave(x, 1, call))
             elif name not in CACHES and [*tensors_in(value)]:
-                hint = "tokens of all ranks would have to be joined: switch it off"
-                self._refuse("unsupported-option", f"-> {name}", "an output without a declared layout", hint)
+                self._refuse(
+                    "unsupported-option",
+                    f"-> {name}",
+                    "an output without a declared layout",
+                    "tokens of all ranks would have to be joined: switch it off",
+                )
         return output
 
     def _leave(self, x: torch.Tensor, dim: int, call: Call) -> torch.Tensor:
         shard = call.length // self.axis.size
         if x.shape[dim] != shard:
-            hint = "output_dim= names the dim of tokens of every output, None where they have none"
-            self._refuse("shape-mismatch", f"{self.name} ->", f"{list(x.shape)} for {shard} tokens", hint)
+            self._refuse(
+                "shape-mismatch",
+                f"{self.name} ->",
+                f"{list(x.shape)} for {shard} tokens",
+                "output_dim= names the dim of tokens of every output, None where they have none",
+            )
         x = self._scaled(x, call.scale)
         if isinstance(self.style.output_layouts, Shard):
             return x

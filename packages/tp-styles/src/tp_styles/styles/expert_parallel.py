@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tp_styles.problems import Problem, StyleTypeError
-from tp_styles.runtime.experts import FORMS, ExpertForward, Experts, ExpertSpec
-from tp_styles.runtime.token_exchange import AllToAllDispatcher, TokenDispatcher
+from tp_styles.runtime.experts import FORMS, AllToAllDispatcher, ExpertForward, Experts, ExpertSpec, TokenDispatcher
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Section, Split, StyleSpec, describe, is_below
 
@@ -61,11 +60,11 @@ class ExpertParallel(ParallelStyle):
         form: str | None = None,
         dispatcher: TokenDispatcher | None = None,
     ) -> None:
-        super().__init__(None, None)
         for name, value, allowed in (("tokens", tokens, ("replicated", "sharded")), ("form", form, (None, *FORMS))):
             if value not in allowed:
-                hint = ", ".join(repr(item) for item in allowed)
-                raise StyleTypeError(Problem("invalid-argument", name, found=repr(value), hint=hint))
+                raise StyleTypeError(
+                    Problem("invalid-argument", name, found=repr(value), hint=", ".join(repr(item) for item in allowed))
+                )
         self.tokens, self.form, self.num_experts, self.dispatcher = tokens, form, num_experts, dispatcher
         self.parameters, self.inputs = tuple(parameters), tuple(inputs)
 
@@ -111,32 +110,44 @@ class ExpertParallel(ParallelStyle):
 
     def _problems(
         self, info: ModuleInfo, count: int, inputs: Sequence[str], needed: int, named: Sequence[str]
-    ) -> list[Problem]:
-        kind, where, problems = info.kind.__name__, info.where(), []
+    ) -> Iterator[Problem]:
+        kind, where = info.kind.__name__, info.where()
         if not count:
-            hint = (
-                "a module of experts has one block of rows for each expert in its parameters, or numbered modules:"
-                " name the parameters (parameters=) and num_experts="
+            yield Problem(
+                "module-kind",
+                where,
+                found=f"no experts in {kind}",
+                hint="a module of experts has one block of rows for each expert in its parameters, or numbered"
+                " modules:"
+                " name the parameters (parameters=) and num_experts=",
             )
-            problems.append(Problem("module-kind", where, found=f"no experts in {kind}", hint=hint))
         if len(inputs) < (min(needed, 2) if self.inputs else needed) or any(
             name not in (*info.arguments, *info.keyword_only) for name in inputs
         ):
-            hint = "its forward takes tokens, the indices of their experts and routing weights: name them (inputs=)"
-            reason = f"{kind}.forward({', '.join(info.arguments)})"
-            problems.append(Problem("module-kind", where, found=reason, hint=hint))
+            yield Problem(
+                "module-kind",
+                where,
+                found=f"{kind}.forward({', '.join(info.arguments)})",
+                hint="its forward takes tokens, the indices of their experts and routing weights: name them (inputs=)",
+            )
         if self.tokens == "sharded" and needed < 3:
-            reason = f"{kind} takes its tokens by expert, which the ranks' own tokens together are not"
-            problems.append(Problem("module-kind", where, found=reason, hint='tokens="replicated" takes them'))
+            yield Problem(
+                "module-kind",
+                where,
+                found=f"{kind} takes its tokens by expert, which the ranks' own tokens together are not",
+                hint='tokens="replicated" takes them',
+            )
         for name in named:
             parameter = info.parameter(name)
             if parameter is None:
-                problems.append(Problem("unknown-name", info.where(name), hint="the style is for another module"))
+                yield Problem("unknown-name", info.where(name), hint="the style is for another module")
             elif count and (not parameter.shape or parameter.shape[0] % count):
-                reason = f"{parameter.shape} for {count} experts"
-                hint = "its rows are those of the experts, in their order"
-                problems.append(Problem("shape-mismatch", info.where(name), found=reason, hint=hint))
-        return problems
+                yield Problem(
+                    "shape-mismatch",
+                    info.where(name),
+                    found=f"{parameter.shape} for {count} experts",
+                    hint="its rows are those of the experts, in their order",
+                )
 
 
 class RouterLogits(ParallelStyle):
@@ -153,7 +164,6 @@ class RouterLogits(ParallelStyle):
     """
 
     def __init__(self, outputs: int = 3, logits: int = 0) -> None:
-        super().__init__(None, None)
         self.outputs, self.logits = outputs, logits
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -43,47 +43,64 @@ def linear_shape(info: ModuleInfo) -> LinearShape | None:
     return None
 
 
-def linear_problems(info: ModuleInfo, shape: LinearShape, known: tuple[str, ...] = ("weight", "bias")) -> list[Problem]:
-    """List reasons not to shard this linear layer."""
-    problems = []
+def linear_problems(
+    info: ModuleInfo, shape: LinearShape, known: tuple[str, ...] = ("weight", "bias")
+) -> Iterator[Problem]:
+    """Yield reasons not to shard this linear layer."""
     weight = info.parameter("weight")
     expected = [0, 0]
     expected[shape.in_dim], expected[shape.out_dim] = shape.in_features, shape.out_features
     if weight is None or list(weight.shape) != expected:
-        reason = "no weight" if weight is None else f"a weight of shape {weight.shape}"
-        problems.append(
-            Problem("shape-mismatch", info.where("weight"), found=reason, hint=f"its features need {tuple(expected)}")
+        yield Problem(
+            "shape-mismatch",
+            info.where("weight"),
+            found="no weight" if weight is None else f"a weight of shape {weight.shape}",
+            hint=f"its features need {tuple(expected)}",
         )
     others = [p.name for p in info.parameters if p.name not in known]
     if others:
-        hint = "a linear layer's style handles weight and bias; write a style with spec() for this class"
-        problems.append(Problem("unknown-name", info.where(), found=", ".join(others), hint=hint))
-    return problems
+        yield Problem(
+            "unknown-name",
+            info.where(),
+            found=", ".join(others),
+            hint="a linear layer's style handles weight and bias; write a style with spec() for this class",
+        )
 
 
 def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
     """List reasons not to shard this embedding."""
     problems = []
     if info.size("max_norm") is not None:
-        hint = "renormalising in place needs full rows that are equal on every rank; set max_norm=None"
         problems.append(
-            Problem("unsupported-option", info.where(), found=f"max_norm={info.size('max_norm')}", hint=hint)
+            Problem(
+                "unsupported-option",
+                info.where(),
+                found=f"max_norm={info.size('max_norm')}",
+                hint="renormalising in place needs full rows that are equal on every rank; set max_norm=None",
+            )
         )
     if info.size("sparse"):
         problems.append(
             Problem("sparse-gradient", info.where(), found="sparse=True", hint="use dense gradients: sparse=False")
         )
     if by_rows and info.size("scale_grad_by_freq"):
-        hint = "a rank that holds some of the rows cannot count the others; use ColwiseParallel"
-        problems.append(Problem("unsupported-option", info.where(), found="scale_grad_by_freq=True", hint=hint))
+        problems.append(
+            Problem(
+                "unsupported-option",
+                info.where(),
+                found="scale_grad_by_freq=True",
+                hint="a rank that holds some of the rows cannot count the others; use ColwiseParallel",
+            )
+        )
     return problems
 
 
 def wrong_kind(info: ModuleInfo, style: str) -> Problem:
     """Return the problem of a style on an unsupported kind of module."""
     what = "name the layers inside, use a style for this class, or leave it out of the plan"
-    hint = f"{style} is for nn.Linear and nn.Embedding; {what}"
-    return Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint)
+    return Problem(
+        "module-kind", info.where(), found=info.kind.__name__, hint=f"{style} is for nn.Linear and nn.Embedding; {what}"
+    )
 
 
 def single(placement: Placement | tuple[Placement, ...] | None, default: Placement, argument: str) -> Placement:
@@ -109,18 +126,15 @@ def specs(splits: Sequence[tuple[str, Split]]) -> tuple[tuple[str, ParameterSpec
     return tuple((name, ParameterSpec(split, sum_gradient=copied[name])) for name, split in splits)
 
 
-def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]]) -> list[Problem]:
-    """List flows without a possible transfer, as problems."""
-    problems = []
+def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]]) -> Iterator[Problem]:
+    """Yield flows without a possible transfer, as problems."""
     for name, flow in flows:
         try:
             # With this many dims `Shard(-1)` differs from a dim counted from the front.
             transfer = flow.transfer(PROBE_DIMS)
         except NoTransfer as error:
-            problems.append(
-                Problem(
-                    "invalid-argument", info.where(name), found=str(error), hint="ask for Replicate() or Shard(dim)"
-                )
+            yield Problem(
+                "invalid-argument", info.where(name), found=str(error), hint="ask for Replicate() or Shard(dim)"
             )
             continue
         steps = (transfer.forward, transfer.backward)
@@ -129,15 +143,12 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]])
             and not flow.split.is_single  # they shard contiguous rows
             and any(step.op in ("reduce_scatter", "all_to_all") for step in steps)
         ):
-            problems.append(
-                Problem(
-                    "invalid-sections",
-                    info.where(name),
-                    found=f"{flow.src} to {flow.dst} of a last dim {flow.split}",
-                    hint="a last dim in sections stays a shard of them, or is gathered: Shard(-1) or Replicate()",
-                )
+            yield Problem(
+                "invalid-sections",
+                info.where(name),
+                found=f"{flow.src} to {flow.dst} of a last dim {flow.split}",
+                hint="a last dim in sections stays a shard of them, or is gathered: Shard(-1) or Replicate()",
             )
-    return problems
 
 
 PROBE_DIMS = 8
@@ -166,7 +177,6 @@ class ColwiseParallel(ParallelStyle):
         output_layouts: Placement | tuple[Placement, ...] | None = None,
         use_local_output: bool | None = None,
     ) -> None:
-        super().__init__(None, None)
         self.input_layouts = (single(input_layouts, Replicate(), "input_layouts"),)
         self.output_layouts = (single(output_layouts, Shard(-1), "output_layouts"),)
         self.desired_input_layouts = (Replicate(),)
@@ -240,7 +250,6 @@ class RowwiseParallel(ParallelStyle):
         use_local_output: bool = True,
         sum_gradient: bool = False,
     ) -> None:
-        super().__init__(None, None)
         self.input_layouts = (single(input_layouts, Shard(-1), "input_layouts"),)
         self.output_layouts = (single(output_layouts, Replicate(), "output_layouts"),)
         self.use_local_output = use_local_output
@@ -294,8 +303,14 @@ class RowwiseParallel(ParallelStyle):
         parameters = (("weight", ParameterSpec(Split.along(0, rows))),)
         source = self.input_layouts[0] if self._input_given else Replicate()
         if source in (Shard(-1), Partial()) or isinstance(source, Partial):  # ids have no feature dim
-            hint = "every rank looks up all ids: leave input_layouts out, or name the dim that they are split on"
-            problems.append(Problem("sharded-input", info.where("input_layouts"), found=repr(source), hint=hint))
+            problems.append(
+                Problem(
+                    "sharded-input",
+                    info.where("input_layouts"),
+                    found=repr(source),
+                    hint="every rank looks up all ids: leave input_layouts out, or name the dim that they are split on",
+                )
+            )
             source = Replicate()
         plain = info.kind.forward is nn.Embedding.forward
         # An overridden forward gets full lookups and returns a full output.
@@ -358,9 +373,13 @@ class FusedColwiseParallel(ColwiseParallel):
             size_or_sizes > 0 if isinstance(size_or_sizes, int) else size_or_sizes and min(size_or_sizes) > 0
             for size_or_sizes in numbers
         ):
-            reason = f"{sections!r}, unit={unit!r}, copies={copies!r}"
             raise StyleTypeError(
-                Problem("invalid-sections", type(self).__name__, found=reason, hint="positive numbers")
+                Problem(
+                    "invalid-sections",
+                    type(self).__name__,
+                    found=f"{sections!r}, unit={unit!r}, copies={copies!r}",
+                    hint="positive numbers",
+                )
             )
 
     def features_split(self, info: ModuleInfo, features: int, tp_size: int) -> tuple[Split, list[Problem]]:
@@ -382,7 +401,13 @@ class FusedColwiseParallel(ColwiseParallel):
             return Split.along(0, features), [Problem("invalid-sections", info.where(where), found=reason, hint=hint)]
         problems = []
         if not self.use_local_output and (len(sizes) > 1 or max(copies) > 1):
-            hint = "a DTensor cannot express sections of its last dim; leave it True"
-            problems.append(Problem("invalid-argument", info.where("use_local_output"), found="False", hint=hint))
+            problems.append(
+                Problem(
+                    "invalid-argument",
+                    info.where("use_local_output"),
+                    found="False",
+                    hint="a DTensor cannot express sections of its last dim; leave it True",
+                )
+            )
         sections = tuple(Section(*each) for each in zip(sizes, units, copies, strict=True))
         return Split(0, sections), problems

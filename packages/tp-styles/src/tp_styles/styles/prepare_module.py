@@ -40,7 +40,6 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        super().__init__(None, None)
         self.input_layouts = _several(input_layouts, "input_layouts")
         self.desired_input_layouts = _several(desired_input_layouts, "desired_input_layouts")
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
@@ -61,10 +60,12 @@ class PrepareModuleInput(ParallelStyle):
             if source is None:
                 continue
             if index >= len(names) and not info.open_positional:  # `*args` takes any index
-                hint = f"forward takes {', '.join(names) or 'no arguments'}"
                 problems.append(
                     Problem(
-                        "unknown-name", info.where("input_layouts"), found=f"a layout for argument {index}", hint=hint
+                        "unknown-name",
+                        info.where("input_layouts"),
+                        found=f"a layout for argument {index}",
+                        hint=f"forward takes {', '.join(names) or 'no arguments'}",
                     )
                 )
                 continue
@@ -73,8 +74,14 @@ class PrepareModuleInput(ParallelStyle):
             inputs.append((name, Redistribution(source, source if wanted is None else wanted)))  # None: unchanged
         for name, source in self.input_kwarg_layouts.items():
             if name not in (*names, *info.keyword_only) and not info.open_keyword:
-                hint = f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}"
-                problems.append(Problem("unknown-name", info.where("input_kwarg_layouts"), found=repr(name), hint=hint))
+                problems.append(
+                    Problem(
+                        "unknown-name",
+                        info.where("input_kwarg_layouts"),
+                        found=repr(name),
+                        hint=f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}",
+                    )
+                )
             elif name in dict(inputs):
                 problems.append(Problem("duplicate-name", info.where(name), hint="give it one layout"))
             inputs.append((name, Redistribution(source, self.desired_input_kwarg_layouts[name])))
@@ -111,7 +118,6 @@ class PrepareModuleOutput(ParallelStyle):
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(None, None)
         self.output_layouts = _several(output_layouts, "output_layouts") or ()
         self.desired_output_layouts = _several(desired_output_layouts, "desired_output_layouts") or ()
         self.use_local_output = use_local_output
@@ -146,7 +152,6 @@ class PrepareModuleInputOutput(ParallelStyle):
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(None, None)
         self.prepare_module_input = PrepareModuleInput(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,

@@ -25,18 +25,20 @@ from shard_spec.planners.megatron.blocks import (
     leaf,
     parent,
 )
-from shard_spec.planners.modules.block_simulator import Slices, even_slices, simulate_block
-from shard_spec.planners.modules.linear import (
+from shard_spec.planners.modules.block_simulator import (
     HEAD_DIM,
     NUM_HEADS,
     Heads,
     LinearView,
+    Slices,
     as_linear,
+    even_slices,
     first_declared,
     from_library,
     join,
     linear_children,
     places_of,
+    simulate_block,
     words,
 )
 
@@ -77,8 +79,8 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
     """Classify every other parameter of the module `holder`."""
     in_linears = {id(parameter) for view in linears for parameter in view.module.parameters()}
     cuts, replicated, numbers, doubts = [], [], [], []
-    after_the_output = _AFTER_THE_OUTPUT.get(type(context.modules[holder]).__name__, ())
-    for name, parameter in context.modules[holder].named_parameters():
+    module = context.modules[holder]
+    for name, parameter in module.named_parameters():
         if id(parameter) in in_linears:
             continue
         fqn, shape = join(holder, name), tuple(parameter.shape)
@@ -92,7 +94,7 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
         elif heads.num_heads == heads.head_dim and shape == (heads.head_dim,):  # per head, or for all heads?
             if _NORM_OF_A_PROJECTION.search(name):
                 replicated.append(fqn)
-            elif name in _ONE_PER_HEAD and from_library(context.modules[holder]):
+            elif name in _ONE_PER_HEAD and from_library(module):
                 cuts.append(Cut(fqn, ShardSpec(0)))
             else:
                 doubts.append(doubt(fqn, shape))
@@ -102,7 +104,7 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
             cuts.append(Cut(fqn, ShardSpec(head_dims[0])))  # a number, or a vector, per head
         elif shape == (heads.num_kv_heads, heads.head_dim):
             cuts.append(Cut(fqn, ShardSpec(0)))  # a vector per key-value head
-        elif from_library(context.modules[holder]) and name in after_the_output:
+        elif from_library(module) and name in _AFTER_THE_OUTPUT.get(type(module).__name__, ()):
             continue
         elif others == [heads.head_dim] and len(shape) == 1:
             replicated.append(fqn)  # one vector for all heads
@@ -119,9 +121,12 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
 
 def doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
     """Report a parameter that keeps its attention replicated."""
-    reason = f"a parameter of shape {shape} beside q, k and v that may act across heads"
-    hint = "if every head can be computed apart, write the rules of this attention by hand"
-    return Problem("partial-gradient", fqn, found=reason, hint=hint)
+    return Problem(
+        "partial-gradient",
+        fqn,
+        found=f"a parameter of shape {shape} beside q, k and v that may act across heads",
+        hint="if every head can be computed apart, write the rules of this attention by hand",
+    )
 
 
 # Output order of the fused projections of library classes: all of q, then k, then v ("sections"), q, k and v
@@ -162,8 +167,7 @@ def find_attention(context: Context, name: str) -> Found | None:
     if isinstance(heads, Problem):
         return projections.left_whole(heads)
     inner = inner_parameters(context, projections.holder, projections.linears, heads)
-    decide = _fused if projections.fused else _separate
-    return decide(context, projections, heads, inner)
+    return (_fused if projections.fused else _separate)(context, projections, heads, inner)
 
 
 def not_lent(context: Context, found: list[Found]) -> list[Found]:
@@ -178,15 +182,18 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
         if linears & QUERY and linears & ATTENTION_OUT and not linears & (KEY | VALUE | FUSED_QKV):
             borrowers[type(each)] = name
     blocks = []
-    for one in found:
-        borrower = None if one.unit is None else borrowers.get(type(context.modules[one.unit.name]))
-        if one.unit is None or borrower is None or one.unit.kind is not TPBlockKind.ATTENTION:
-            blocks.append(one)
+    for candidate in found:
+        borrower = None if candidate.unit is None else borrowers.get(type(context.modules[candidate.unit.name]))
+        if candidate.unit is None or borrower is None or candidate.unit.kind is not TPBlockKind.ATTENTION:
+            blocks.append(candidate)
             continue
-        text = f"layers such as {borrower} have no keys and values of their own and read those of others"
-        hint = "shard the heads of all of these layers by hand, or of none"
-        problem = Problem("heads-not-recognised", one.unit.name, found=text, hint=hint)
-        blocks.append(Found(left_whole=tuple((cut.name, problem) for cut in one.unit.cuts)))
+        problem = Problem(
+            "heads-not-recognised",
+            candidate.unit.name,
+            found=f"layers such as {borrower} have no keys and values of their own and read those of others",
+            hint="shard the heads of all of these layers by hand, or of none",
+        )
+        blocks.append(Found(left_whole=tuple((cut.name, problem) for cut in candidate.unit.cuts)))
     return blocks
 
 
@@ -225,9 +232,8 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
     num_heads = first_declared(places, NUM_HEADS) or first_declared(places[:1], ("h",))
     declared_dim = first_declared(places[:2], HEAD_DIM)
     if num_heads is None:
-        reason = "no attribute or config gives the number of heads"
         hint = f"give the module one of the attributes {', '.join(NUM_HEADS[:4])}"
-        return Problem("missing-argument", where, found=reason, hint=hint)
+        return Problem("missing-argument", where, found="no attribute or config gives the number of heads", hint=hint)
     # The output projection reads num_heads * head_dim channels; its width is the one reliable size.
     width, wrong = projections.row.in_features, ""
     head_dim, *outputs = width // num_heads, *(view.out_features for view in projections.columns)
@@ -255,8 +261,9 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
         return Problem("does-not-divide", where, found=f"num_heads={num_heads} with tp={tp_size}", hint=hint)
     if heads.num_kv_heads % tp_size and (projections.fused or not context.options.kv_replicate):
         hint += "; a fused projection cannot replicate k and v" if projections.fused else ", or kv_replicate=True"
-        reason = f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}"
-        return Problem("does-not-divide", where, found=reason, hint=hint)
+        return Problem(
+            "does-not-divide", where, found=f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}", hint=hint
+        )
     return heads
 
 
@@ -278,8 +285,18 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
     notes = unverified(projections.scope, evidence)
     if not share_kv:
         text = f"num_key_value_heads={heads.num_kv_heads} with tp={context.options.tp_size}: k and v stay replicated"
-        hint = "each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis"
-        notes = (*notes, Problem("kv-replicated", projections.scope, found=f"{text} on every rank", hint=hint))
+        notes = (
+            *notes,
+            Problem(
+                "kv-replicated",
+                projections.scope,
+                found=f"{text} on every rank",
+                hint=(
+                    "each rank has to pick the key-value heads of its query heads, and to sum "
+                    "their gradients over the axis"
+                ),
+            ),
+        )
     cuts = tuple(cut for view in columns for cut in column_cuts(view, ShardSpec))
     replicated = () if share_kv else tuple(name for view in (k, v) for name in view.parameters)
     replicated += (*inner.replicated, *inner.numbers)
@@ -326,9 +343,14 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
     assert refused is not None
     if has_one_order or refused.code == "slices-mix":
         return projections.left_whole(refused)
-    text = f"q, k and v come out of {leaf(fused.name)!r} together, in an unknown order; {refused.found}"
-    hint = 'pass fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)'
-    return projections.left_whole(Problem("heads-not-recognised", projections.scope, found=text, hint=hint))
+    return projections.left_whole(
+        Problem(
+            "heads-not-recognised",
+            projections.scope,
+            found=f"q, k and v come out of {leaf(fused.name)!r} together, in an unknown order; {refused.found}",
+            hint='pass fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)',
+        )
+    )
 
 
 def _evidence(
@@ -342,7 +364,7 @@ def _evidence(
     is_known = not found.fused and from_library(context.modules[found.holder])
     doubts = (*inner.doubts, *(doubt(name, (1,)) for name in inner.numbers))
     within = f"{found.scope}." if found.scope else ""
-    inside = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
+    inside = {problem.name.removeprefix(within): problem for problem in inner.doubts if problem.name.startswith(within)}
     evidence = Evidence.LIBRARY if is_known else known
     return evidence_of(context, found, slices, evidence, doubts, heads.head_dim, inside)
 
@@ -368,10 +390,14 @@ def evidence_of(
         row_slices = even_slices(row.in_features, context.options.tp_size)
         verdict = simulate_block(context.modules[scope], slices, row, row_slices, head_dim, inside)
         if verdict.separate:  # norms before the columns or after the row are outside the region: not between
-            return next((one for name, one in inside.items() if name in verdict.between), Evidence.PROBED)
+            return next((problem for name, problem in inside.items() if name in verdict.between), Evidence.PROBED)
         if verdict.separate is False:  # None: the forward could not be run, so fall through to the names
-            hint = "an operation inside acts across the slices of ranks; leave it replicated"
-            return Problem("slices-mix", scope, found=f"its forward was probed: {verdict.reason}", hint=hint)
+            return Problem(
+                "slices-mix",
+                scope,
+                found=f"its forward was probed: {verdict.reason}",
+                hint="an operation inside acts across the slices of ranks; leave it replicated",
+            )
         reason = verdict.reason
     if doubts:
         return doubts[0]
@@ -382,9 +408,18 @@ def evidence_of(
 
 def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
     """Return the remark on a unit recognised by names and shapes alone."""
-    reason = "recognised by names and shapes; its forward could not be run on its own"
-    hint = "compare one step with the unsharded module before you trust it"
-    return (Problem("unverified", scope, found=reason, hint=hint),) if evidence is Evidence.NAMED else ()
+    return (
+        (
+            Problem(
+                "unverified",
+                scope,
+                found="recognised by names and shapes; its forward could not be run on its own",
+                hint="compare one step with the unsharded module before you trust it",
+            ),
+        )
+        if evidence is Evidence.NAMED
+        else ()
+    )
 
 
 def column_cuts(view: LinearView, placed: Placed) -> tuple[Cut, ...]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from shard_spec._shared.problems import Problem
 from shard_spec.layout.placements import AnyShard, ShardSpec
-from shard_spec.planners.modules.linear import LinearView
+from shard_spec.planners.modules.block_simulator import LinearView
 
 # In names of tables without a vocabulary.
 POSITION_WORDS = ("pos", "wpe", "token_type", "segment", "relative", "bucket")

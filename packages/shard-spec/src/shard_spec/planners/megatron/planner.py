@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec.layout.layout import Layout
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, merge_notes
+from shard_spec.layout.mesh import MeshLike
+from shard_spec.planners.base import Decisions, LayoutPlanner, merge_notes
 from shard_spec.planners.megatron.attention import find_attention, not_lent
 from shard_spec.planners.megatron.blocks import (
     POSITION_WORDS,
@@ -22,13 +22,8 @@ from shard_spec.planners.megatron.blocks import (
     TPBlock,
     TPBlockKind,
 )
-from shard_spec.planners.megatron.mlp import find_mlps
-from shard_spec.planners.megatron.others import find_experts, find_multihead_attention, find_vocabulary
-from shard_spec.planners.modules.linear import join
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
+from shard_spec.planners.megatron.others import find_experts, find_mlps, find_multihead_attention, find_vocabulary
+from shard_spec.planners.modules.block_simulator import join
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -75,7 +70,11 @@ def analyse(root: nn.Module, options: Options) -> Analysis:
     context = Context(root, options)
     candidates: list[Found] = []
     for name in context.modules:  # attention first: its output projection could pass for a feed-forward row
-        candidates += [one for one in (find_multihead_attention(context, name), find_attention(context, name)) if one]
+        candidates += [
+            candidate
+            for candidate in (find_multihead_attention(context, name), find_attention(context, name))
+            if candidate
+        ]
     candidates = not_lent(context, candidates)
     heads = find_vocabulary(context)  # before feed-forward blocks: a model's `output` is not the row of one
     for name in context.modules:
@@ -84,18 +83,28 @@ def analyse(root: nn.Module, options: Options) -> Analysis:
         experts = find_experts(context, name)
         candidates += [experts] if experts else []
     candidates += heads
-    units = tuple(one.unit for one in candidates if one.unit is not None)
-    left_whole = {name: problem for one in candidates for name, problem in one.left_whole}
-    notes = [note for one in candidates for note in one.notes]
+    units = tuple(candidate.unit for candidate in candidates if candidate.unit is not None)
+    left_whole = {name: problem for candidate in candidates for name, problem in candidate.left_whole}
+    notes = [note for candidate in candidates for note in candidate.notes]
     for unit in units:
         if unit.kind is TPBlockKind.EXPERTS:
-            reason = "each rank holds a partial output of the experts"
-            hint = "all-reduce the gradients of this module's inputs, router weights too (tp-styles does)"
-            notes.append(Problem("partial-activation", unit.name, found=reason, hint=hint))
-        for name in unit.replicated:
-            reason = "replicated on every rank, used only for the rank's own heads"
-            hint = "sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves"
-            notes.append(Problem("partial-gradient", name, found=reason, hint=hint))
+            notes.append(
+                Problem(
+                    "partial-activation",
+                    unit.name,
+                    found="each rank holds a partial output of the experts",
+                    hint="all-reduce the gradients of this module's inputs, router weights too (tp-styles does)",
+                )
+            )
+        notes += [
+            Problem(
+                "partial-gradient",
+                name,
+                found="replicated on every rank, used only for the rank's own heads",
+                hint="sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves",
+            )
+            for name in unit.replicated
+        ]
     matmul: dict[str, int] = {}
     seen: set[int] = set()  # tied tensors count once
     for name, module in context.modules.items():
@@ -104,9 +113,16 @@ def analyse(root: nn.Module, options: Options) -> Analysis:
                 seen.add(id(parameter))
                 matmul[join(name, key)] = parameter.numel() * parameter.element_size()
     decided = {cut.name for unit in units for cut in unit.cuts} | set(left_whole)  # left_whole has its own reason
-    reason = "belongs to no attention, feed-forward block, expert or head that this planner recognises"
-    hint = "it stays replicated; add a rule for it if its size matters"
-    unknown = {n: Problem("heads-not-recognised", n, found=reason, hint=hint) for n in matmul if n not in decided}
+    unknown = {
+        n: Problem(
+            "heads-not-recognised",
+            n,
+            found="belongs to no attention, feed-forward block, expert or head that this planner recognises",
+            hint="it stays replicated; add a rule for it if its size matters",
+        )
+        for n in matmul
+        if n not in decided
+    }
     return Analysis(units, left_whole, unknown, tuple(notes), matmul)
 
 
@@ -153,7 +169,7 @@ class MegatronPlanner(LayoutPlanner):
 
     def __init__(
         self,
-        mesh: MeshLike | DeviceMesh,
+        mesh: MeshLike,
         axis: str = "tp",
         *,
         kv_replicate: bool = False,
@@ -185,9 +201,14 @@ class MegatronPlanner(LayoutPlanner):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             owner = first.setdefault(id(parameter), name)
             if name in layouts and by_first_name.setdefault(owner, layouts[name]) != layouts[name]:
-                reason = f"{owner} -> {by_first_name[owner]}, {name} -> {layouts[name]}"
-                hint = "untie them or write the rule by hand"
-                problems.append(Problem("tied-weights", name, found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "tied-weights",
+                        name,
+                        found=f"{owner} -> {by_first_name[owner]}, {name} -> {layouts[name]}",
+                        hint="untie them or write the rule by hand",
+                    )
+                )
         raise_problems(problems)
         notes = (*analysis.left_whole.values(), *analysis.notes)
         return Decisions(by_first_name, merge_notes(notes), analysis.unrecognised, axis_roles={self.axis: "model"})

@@ -1,4 +1,6 @@
-"""Simulate a block's ranks in one process to detect channels needed from other ranks.
+"""Linear layers under one view, and a simulator of a block's ranks that detects channels needed from other ranks.
+
+A linear layer has one view for either orientation of its weight.
 
 A block may be sharded if row inputs of slice ``r`` depend on column outputs of slice ``r`` and of no other slice. The
 test is an intervention: compute a rank's result, replace the other ranks' channels by other values, and compare.
@@ -19,7 +21,112 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shard_spec.planners.modules.linear import LinearView, as_linear
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_q_heads")
+HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_head", "d_kv", "head_size")
+VOCAB_SIZE = ("vocab_size", "n_vocab", "vocabulary_size", "num_embeddings")
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of ``text``: names of submodules."""
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True, eq=False)
+class LinearView:
+    """A linear layer ``y = x W + b``, with the orientation of its weight."""
+
+    name: str  # FQN of the module
+    module: nn.Module
+    out_features: int  # size of the last dimension of its output
+    in_features: int  # size of the last dimension of its input
+    out_dim: int  # weight dimension of the outputs: 0 in ``nn.Linear``, 1 in the ``Conv1D`` of GPT-2
+    in_dim: int  # weight dimension of the inputs
+
+    @property
+    def weight_name(self) -> str:
+        """FQN of the weight."""
+        return f"{self.name}.weight" if self.name else "weight"
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """FQN of the bias of ``[out_features]``, if there is one."""
+        return () if self.module._parameters.get("bias") is None else (f"{self.name}.bias" if self.name else "bias",)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """FQNs of weight and bias."""
+        return self.weight_name, *self.biases
+
+
+def as_linear(name: str, module: nn.Module) -> LinearView | None:
+    """Return the view of `module`, or ``None`` if it is not a plain linear layer.
+
+    Not plain: further parameters or submodules (LoRA, quantisation, parametrisations), a lazy weight, or a custom
+    ``forward``, which may use the weight in any way.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or getattr(weight, "shape", None) is None or isinstance(weight, nn.UninitializedParameter):
+        return None
+    if weight.dim() != 2 or set(module._parameters) - {"weight", "bias"} or module._modules:
+        return None
+    if not weight.is_floating_point():  # quantised weights come with scales of their own
+        return None
+    if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or from_library(module)):
+        return LinearView(name, module, weight.shape[0], weight.shape[1], out_dim=0, in_dim=1)
+    if type(module).__name__ == "Conv1D" and from_library(module):
+        return LinearView(name, module, weight.shape[1], weight.shape[0], out_dim=1, in_dim=0)
+    return None
+
+
+def linear_children(name: str, module: nn.Module) -> dict[str, LinearView]:
+    """Return the direct children that are plain linear layers, by child name, in order."""
+    views = ((child_name, as_linear(join(name, child_name), child)) for child_name, child in module.named_children())
+    return {child_name: view for child_name, view in views if view is not None}
+
+
+def join(*parts: str) -> str:
+    """Join nested names to an FQN; empty ones are left out."""
+    return ".".join(part for part in parts if part)
+
+
+def from_library(module: nn.Module) -> bool:
+    """Return True for classes of torch or transformers, of known and tested arrangement."""
+    return type(module).__module__.split(".")[0] in ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head counts of an attention that match its shapes."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def declared_vocab_sizes(modules: Iterable[nn.Module]) -> set[int]:
+    """Return every vocabulary size declared by a config or attribute of `modules`."""
+    places = (place for place in places_of(modules) if not isinstance(place, nn.Embedding))
+    return {size for place in places if (size := first_declared([place], VOCAB_SIZE)) is not None}
+
+
+def places_of(modules: Iterable[nn.Module]) -> list[object]:
+    """Return each module and its config, the places of declared attributes."""
+    both = (place for module in modules for place in (module, getattr(module, "config", None)))
+    return [place for place in both if place is not None]
+
+
+def first_declared(places: Iterable[object], attributes: Sequence[str]) -> int | None:
+    """Return the first positive integer among the attributes, place by place."""
+    for place in places:
+        for attribute in attributes:
+            try:
+                value = getattr(place, attribute, None)
+            except Exception:  # configs of transformers raise their own errors if layers differ in a value
+                continue
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
 
 _BATCH, _SEQUENCE = 2, 4
 _TOLERANCE = 1e-5  # relative; modules may compute softmax or norms in float32 inside. Real mixing is of order 1.
@@ -62,27 +169,27 @@ class BlockSimulator:
         return [
             name
             for name, columns in self._columns.items()
-            if any(bool(one.owned[rank].any()) for one in columns)  # an empty slice cannot reach anything
+            if any(bool(column.owned[rank].any()) for column in columns)  # an empty slice cannot reach anything
             and self.displacement(alone, rank, (name,), others=False) <= self._tolerance
         ]
 
     def displacement(self, alone: Tensor, rank: int, blocks: Iterable[str], *, others: bool) -> float:
         """Measure the result's change under new values of other ranks' channels (or its own)."""
-        columns = [one for name in blocks for one in self._columns[name]]
-        originals = [one.value.clone() for one in columns]
+        columns = [column for name in blocks for column in self._columns[name]]
+        originals = [column.value.clone() for column in columns]
         try:
-            for seed, one in enumerate(columns):
-                mask = ~one.owned[rank] if others else one.owned[rank]
-                moved = one.value + 1
-                if one.value.is_floating_point():  # by the same magnitude: no overflow, no lost bits
-                    scale = float(one.value.abs().mean()) or 0.02
-                    noise = _random(tuple(one.value.shape), 500 + 31 * seed) * 3 * scale
-                    moved = one.value + noise.to(one.value)
-                one.value.copy_(torch.where(mask, moved, one.value))
+            for seed, column in enumerate(columns):
+                mask = ~column.owned[rank] if others else column.owned[rank]
+                moved = column.value + 1
+                if column.value.is_floating_point():  # by the same magnitude: no overflow, no lost bits
+                    scale = float(column.value.abs().mean()) or 0.02
+                    noise = _random(tuple(column.value.shape), 500 + 31 * seed) * 3 * scale
+                    moved = column.value + noise.to(column.value)
+                column.value.copy_(torch.where(mask, moved, column.value))
             changed = self._run(rank)
         finally:
-            for one, value in zip(columns, originals, strict=True):
-                one.value.copy_(value)  # also after an error in the caller's forward
+            for column, value in zip(columns, originals, strict=True):
+                column.value.copy_(value)  # also after an error in the caller's forward
         if changed.shape != alone.shape:  # shapes depend on values
             return float("inf")
         return float((changed - alone).abs().max() / alone.abs().max().clamp_min(1e-30)) if alone.numel() else 0.0
@@ -116,8 +223,7 @@ class _FakeLinear(nn.Module):
         self.writes, self.adds = _random((view.out_features,), seed + 1), _random((view.out_features,), seed + 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        read = torch.matmul(x.double(), self.reads)
-        return read.unsqueeze(-1) * self.writes + self.adds
+        return torch.matmul(x.double(), self.reads).unsqueeze(-1) * self.writes + self.adds
 
 
 class _FakeColumn(_FakeLinear):

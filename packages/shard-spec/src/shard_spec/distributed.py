@@ -1,20 +1,26 @@
-"""DeviceMeshes over the ranks of a group, and the format of a parameter: a DTensor if placements express its layout,
-else a local one.
+"""Movement of tensors between ranks, and the format of a parameter there.
+
+Ranks exchange decisions, and tensors of any dtype and layout as exact bytes.
+
+A call makes its DeviceMeshes over the ranks of a group. A parameter is a DTensor if placements express its layout, else
+a local one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec import _torch_compat
-from shard_spec._shared.problems import Problem
+from shard_spec._shared.consensus import as_bytes, assert_consistent, problems_of
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import (
@@ -30,8 +36,104 @@ from shard_spec.layout.placements import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+T = TypeVar("T")
+
+
+def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the given group, or the default group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise PlanError(
+            Problem(
+                "no-process-group",
+                found="torch.distributed is not initialized",
+                hint="call torch.distributed.init_process_group first; planning needs no process group",
+            )
+        )
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise PlanError(
+            Problem(
+                "rank-outside-mesh",
+                "process_group",
+                found=f"rank {dist.get_rank()} is not in the process group it passed",
+                hint="call it on members only",
+            )
+        )
+    return group
+
+
+def on_all_ranks(
+    group: dist.ProcessGroup, subject: str, work: Callable[[], T], lines: Callable[[T], Sequence[str]] = lambda _: ()
+) -> T:
+    """Return what ``work`` gives once it succeeded, with equal ``lines`` about it, on every rank. A collective.
+
+    ``work`` sends nothing. What it raises on one rank, all ranks raise: a PlanError with the problems of all ranks, or
+    ``ranks-disagree`` with the different lines.
+    """
+    facts: Sequence[str] = ()
+    error = None
+    try:
+        value = work()
+        facts = lines(value)
+    except Exception as failure:  # this rank still meets its peers
+        error = PlanError(problems_of(failure))
+    assert_consistent(group, subject, facts, error, hint="pass the same to every rank of the group")
+    return value
+
+
+def source_problems(src_rank: object, size: int) -> list[Problem]:
+    """Report a source that is no rank of the group."""
+    if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
+        return []
+    return [Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=f"a rank in the group, 0 to {size - 1}")]
+
+
+def take(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The shard of ``full`` that lies on global rank ``rank``. A view where it is one box."""
+    shard = full.detach()
+    for dim, intervals in enumerate(layout.intervals(rank, tuple(full.shape))):
+        parts = [shard.narrow(dim, start, size) for start, size in intervals]
+        shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return shard
+
+
+def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int) -> torch.Tensor:
+    """Fill a contiguous tensor with what rank ``src`` of the group has in it."""
+    if tensor.numel():
+        dist.broadcast(as_bytes(tensor), group=group, group_src=src)
+    return tensor
+
+
+def gather_shards(
+    local: torch.Tensor, layout: Layout, shape: tuple[int, ...], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The whole tensor on every rank, from the shards of a layout without partial sums. One collective."""
+    ranks = dist.get_process_group_ranks(group)
+    numels = [prod(layout.local_shape(rank, shape)) for rank in ranks]
+    most = max(numels)
+    mine = local.new_empty(most)
+    mine[: local.numel()] = local.detach().reshape(-1)
+    every = local.new_empty(most * len(ranks))
+    if most:
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        all_gather(as_bytes(every), as_bytes(mine), group=group)
+    full = local.new_empty(shape)
+    for rank, numel, padded in zip(ranks, numels, torch.split(every, most or 1), strict=False):
+        shard = padded[:numel].view(layout.local_shape(rank, shape))
+        for box, part in zip(layout.boxes(rank, shape), split(shard, layout, rank, shape), strict=True):
+            full[box.slices()] = part
+    return full
+
+
+def split(local: torch.Tensor, layout: Layout, rank: int, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Split the local tensor of ``rank`` into views of its boxes, in their order."""
+    views = [local]
+    for dim, intervals in enumerate(layout.intervals(rank, shape)):
+        sizes = [size for _, size in intervals]
+        views = [part for view in views for part in torch.split(view, sizes, dim)]
+    return tuple(view for view in views if view.numel())
 
 
 class GroupRef:
@@ -124,16 +226,15 @@ def choose_format(
         dims = [None if spec.dim is None else spec.dim % len(shape) for spec in layout.specs]
         return ParameterFormat("dtensor", tuple(REPLICATE if dim is None else ShardSpec(dim) for dim in dims))
     if not special:  # axes in another order than the mesh's (FSDP over TP)
-        hint = "let the axes shard in mesh order, or reverse the axes of the mesh"
-        specs, why = dtensor_specs(layout, shape)
+        (specs, why), way_on = dtensor_specs(layout, shape), ""
         if why is None and not strided:
             why = "this call makes DTensors that shard in mesh order only"
         if why is None and not _torch_compat.computes_with_strided_shards():
-            why = "this torch computes strided shards wrongly in some operators"
-            hint += "; or use torch >= 2.13"
-        if why is not None:
-            return Problem("not-expressible", name, found=f"{layout}: {why}", hint=hint)
-        return ParameterFormat("dtensor", specs)
+            why, way_on = "this torch computes strided shards wrongly in some operators", "; or use torch >= 2.13"
+        if why is None:
+            return ParameterFormat("dtensor", specs)
+        hint = f"let the axes shard in mesh order, or reverse the axes of the mesh{way_on}"
+        return Problem("not-expressible", name, found=f"{layout}: {why}", hint=hint)
     spec = plain.specs[special[0]]
     axis = layout.mesh.axis_names[special[0]]
     if (
@@ -141,8 +242,7 @@ def choose_format(
         and isinstance(spec, InterleavedShard)
         and all(other == REPLICATE for at, other in enumerate(plain.specs) if at != special[0])
     ):
-        section_sizes = tuple(size for _, size in spec.section_intervals(shape[spec.dim]))
-        return ParameterFormat("local", plain.specs, section_sizes)
+        return ParameterFormat("local", plain.specs, tuple(size for _, size in spec.section_intervals(shape[spec.dim])))
     hint = "use Shard(dim) here; shard-reshard moves tensors in any layout"
     if isinstance(spec, InterleavedShard):
         hint = "use plan.apply, or tp-styles' fused styles"

@@ -1,0 +1,1 @@
+../../../../../tools/shared/shard_values.py
