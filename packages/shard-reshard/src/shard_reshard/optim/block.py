@@ -248,7 +248,7 @@ class Engine:
     def raise_broken(self, where: str) -> None:
         """Raise if a step failed on the way, on every rank."""
         if self.broken:
-            hint = "load_state_dict() a state of before; parameters have their old values"
+            hint = "load_state_dict() a file or a deepcopy of an earlier state_dict(); parameters have their old values"
             raise PlanError(Problem("partly-updated", where, found=self.broken, hint=hint))
 
     @property
