@@ -103,8 +103,7 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
 
 def argument_problems(call: Call, mesh: DeviceMesh, plan_roles: Mapping[str, str]) -> list[Problem]:
     """Report arguments that are wrong or contradict each other, and axes that a plan cannot be applied along."""
-    init: object = call.init
-    source = call.source
+    init, source = call.init, call.source
     rules = (
         (
             "invalid-argument",

@@ -126,7 +126,6 @@ def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
                 hint="undo that first, or leave it out of the plan",
             )
         ]
-    hooks = _torch_compat.tensor_hooks(tensor)
     rules = (
         (
             type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided,
@@ -139,7 +138,7 @@ def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
             "call zero_grad(set_to_none=True) first",
         ),
         (  # Other hooks than ours would be lost with the tensor.
-            any(not isinstance(hook, SumGradient) for hook in hooks),
+            any(not isinstance(hook, SumGradient) for hook in _torch_compat.tensor_hooks(tensor)),
             "it has gradient hooks, which would be lost",
             "register them after sharding",
         ),

@@ -71,11 +71,10 @@ class MeshSpec:
         if ranks is not None:
             rank_list = tuple(map(index, ranks))  # index(): numpy and torch integers become int
             twice = sorted(rank for rank, count in Counter(rank_list).items() if count > 1)
-            least = min(rank_list, default=0)
             rules = (
                 (len(rank_list) != world, f"{len(rank_list)} ranks for {world} places on the axes", ""),
                 (twice, f"duplicate ranks {twice}", ""),
-                (least < 0, f"{least}", "ranks are at least 0"),
+                (min(rank_list, default=0) < 0, f"{min(rank_list, default=0)}", "ranks are at least 0"),
             )
             raise_problems(
                 Problem("invalid-mesh", "ranks", found=found, hint=hint) for wrong, found, hint in rules if wrong

@@ -420,8 +420,12 @@ def _act(
         raise_problems(problems)
         return plan, actions
 
-    what = "shard_module" if whole else "shard_parameter"
-    plan, actions = on_all_ranks(group, what, planned, lambda plan_and_actions: plan_and_actions[1].lines)
+    plan, actions = on_all_ranks(
+        group,
+        "shard_module" if whole else "shard_parameter",
+        planned,
+        lambda plan_and_actions: plan_and_actions[1].lines,
+    )
     ref = GroupRef(group)
     layouts = [action.layout for action in actions.tensors if action.layout is not None]
     meshes = MeshCache(ref, actions.device.type, [*layouts, *map(output_layout, actions.outputs.values())])
