@@ -56,10 +56,8 @@ if sys.platform != "darwin" and "UV_FIND_LINKS" not in os.environ:
 # Without bytecode in the sessions' environments every rank would compile torch anew, 10 seconds each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests of one process keep one core busy, ranks wait for each other: two tests at a time are quicker than one.
-# .ci/run has several sessions at a time and sets 0, no further worker: each costs 20 seconds of a core for its imports.
-NUM_WORKERS = os.environ.get("TEST_WORKERS") or str(min(os.cpu_count() or 1, 4))
 # Tests of more than 20 seconds are named: on a machine half as fast they must still end within their limit.
-WORKERS = ("-n", NUM_WORKERS, "--dist", "worksteal", "--durations=5", "--durations-min=20")
+WORKERS = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal", "--durations=5", "--durations-min=20")
 # Each process gets one torch thread: in every session with ranks several of them share a machine's cores.
 RANK_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONPATH": None}
 # On some CPUs the last bit of MKL's products depends on where operands lie in memory. Tests that compare models bit for
