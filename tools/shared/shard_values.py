@@ -97,6 +97,14 @@ _PLAIN = {_DATA.__get__, _GRAD.__get__, torch.autograd.grad}.union(
     named("new_empty new_zeros new_ones new_full new_tensor new_empty_strided", *_PLACES),
 )
 """Functions whose caller asked for the plain shard, or for a tensor of its shape with other values."""
+_READ = (
+    getattr(torch.Tensor, name) for name in ("grad", "data", "requires_grad", "is_leaf", "grad_fn", "dtype", "device")
+)
+_FACTS = {
+    *named("dim size numel stride is_complex is_floating_point data_ptr", torch.Tensor),
+    *(f.__get__ for f in _READ),
+}
+"""Functions whose result is no tensor, or a plain one: DDP and an optimizer ask parameters for several in a step."""
 _PRODUCTS = named(
     "linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv baddbmm einsum tensordot outer bilinear conv1d conv2d "
     "conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm rms_norm group_norm batch_norm",
@@ -112,8 +120,12 @@ _IN_PLACE = re.compile(r"\w*[^_]_|__i(add|sub|mul|truediv|floordiv|mod|pow|and|o
 
 def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
     with without_overrides():
-        # Of a traced graph; or a layer's product with its batch, which runs in every step.
-        if isinstance(func, OpOverload) or (func is functional.linear and not isinstance(args[0], Refusing)):
+        # A fact of a tensor; of a traced graph; or a layer's product with its batch, which runs in every step.
+        if (
+            func in _FACTS
+            or isinstance(func, OpOverload)
+            or (func is functional.linear and not isinstance(args[0], Refusing))
+        ):
             return func(*args, **kwargs)
         operands = (each if isinstance(each, list | tuple) else [each] for each in (*args, *kwargs.values()))
         tensors = [each for several in operands for each in several if isinstance(each, torch.Tensor)]
