@@ -97,12 +97,12 @@ _PLAIN = {_DATA.__get__, _GRAD.__get__, torch.autograd.grad}.union(
     named("new_empty new_zeros new_ones new_full new_tensor new_empty_strided", *_PLACES),
 )
 """Functions whose caller asked for the plain shard, or for a tensor of its shape with other values."""
-_READ = (
+_ATTRIBUTES = (
     getattr(torch.Tensor, name) for name in ("grad", "data", "requires_grad", "is_leaf", "grad_fn", "dtype", "device")
 )
 _FACTS = {
     *named("dim size numel stride is_complex is_floating_point data_ptr", torch.Tensor),
-    *(f.__get__ for f in _READ),
+    *(attribute.__get__ for attribute in _ATTRIBUTES),
 }
 """Functions whose result is no tensor, or a plain one: DDP and an optimizer ask parameters for several in a step."""
 _PRODUCTS = named(

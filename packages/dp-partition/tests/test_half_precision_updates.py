@@ -15,11 +15,10 @@ from typing import Any
 import dp_partition as dp
 import pytest
 import torch
+from dp_partition._torch_compat import TorchDispatchMode, pytree
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 CALLS, WIDTH = 5, 32
 
@@ -96,7 +95,7 @@ class EachRanksRows(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
         is_list = "_foreach_" in name and "norm" not in name
-        leaves = tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         has_rows = any(isinstance(x, torch.Tensor) and x.ndim and x.shape[0] > 1 for x in leaves)
         if not has_rows or not (is_list or torch.Tag.pointwise in func.tags):
             return func(*args, **kwargs)  # counts of steps, norms, products
@@ -109,7 +108,7 @@ class EachRanksRows(TorchDispatchMode):
                 size = -(-value.shape[0] // self.world)
                 return value[rank * size : (rank + 1) * size]
 
-            results.append(func(*tree_map(rows, args), **tree_map(rows, kwargs)))
+            results.append(func(*pytree.tree_map(rows, args), **pytree.tree_map(rows, kwargs)))
         if name.endswith("_"):
             return None if is_list else args[0]
         return [torch.cat(parts) for parts in zip(*results, strict=True)] if is_list else torch.cat(results)

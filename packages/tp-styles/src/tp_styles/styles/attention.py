@@ -10,7 +10,14 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 from tp_styles.problems import Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.blocks import LoRAParallel, NoParallel
-from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel, flow_problems, single
+from tp_styles.styles.linear import (
+    ColwiseParallel,
+    FusedColwiseParallel,
+    RowwiseParallel,
+    flow_problems,
+    single,
+    wrong_kind,
+)
 from tp_styles.values import ModuleInfo, ParameterInfo, ParameterSpec, Redistribution, Section, Split, StyleSpec
 
 
@@ -226,11 +233,9 @@ class MultiheadAttentionParallel(ParallelStyle):
         if not issubclass(info.kind, nn.MultiheadAttention):
             return StyleSpec(
                 problems=(
-                    Problem(
-                        "module-kind",
-                        info.where(),
-                        found=info.kind.__name__,
-                        hint="the style is for nn.MultiheadAttention; GQAParallel is for attention with projections of"
+                    wrong_kind(
+                        info,
+                        "the style is for nn.MultiheadAttention; GQAParallel is for attention with projections of"
                         " its own",
                     ),
                 )
@@ -304,12 +309,7 @@ class TransformerLayerParallel(ParallelStyle):
         if not issubclass(info.kind, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             return StyleSpec(
                 problems=(
-                    Problem(
-                        "module-kind",
-                        info.where(),
-                        found=info.kind.__name__,
-                        hint="the style is for nn.TransformerEncoderLayer and nn.TransformerDecoderLayer",
-                    ),
+                    wrong_kind(info, "the style is for nn.TransformerEncoderLayer and nn.TransformerDecoderLayer"),
                 )
             )
         attention = ["self_attn"]

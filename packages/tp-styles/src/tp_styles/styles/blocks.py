@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tp_styles.problems import Problem, StyleTypeError
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
+from tp_styles.styles.linear import ColwiseParallel, FusedColwiseParallel, RowwiseParallel, wrong_kind
 from tp_styles.values import (
     ModuleInfo,
     ParameterInfo,
@@ -168,11 +168,8 @@ class ColwiseKVReplicated(FusedColwiseParallel):
         problems = spec.problems
         if spec.compute != "column-linear" and not problems:
             problems = (
-                Problem(
-                    "module-kind",
-                    info.where(),
-                    found=info.kind.__name__,
-                    hint="rows are picked of an nn.Linear; use GQAParallel(kv_replicate=True), or a smaller tp size",
+                wrong_kind(
+                    info, "rows are picked of an nn.Linear; use GQAParallel(kv_replicate=True), or a smaller tp size"
                 ),
             )
         replicated = ParameterSpec(Split.replicated(), sum_gradient=True)

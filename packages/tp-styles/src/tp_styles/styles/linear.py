@@ -95,12 +95,16 @@ def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
     return problems
 
 
-def wrong_kind(info: ModuleInfo, style: str) -> Problem:
-    """Return the problem of a style on an unsupported kind of module."""
-    what = "name the layers inside, use a style for this class, or leave it out of the plan"
-    return Problem(
-        "module-kind", info.where(), found=info.kind.__name__, hint=f"{style} is for nn.Linear and nn.Embedding; {what}"
-    )
+def wrong_kind(info: ModuleInfo, hint: str) -> Problem:
+    """Return the problem of a style on an unsupported kind of module, as `RowwiseParallel` on an nn.Conv2d."""
+    return Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint)
+
+
+# Hint of `wrong_kind`, for the name of a style of linear layers.
+_NOT_LINEAR = (
+    "{} is for nn.Linear and nn.Embedding; name the layers inside, use a style for this class, or leave it out of the"
+    " plan"
+)
 
 
 def single(placement: Placement | tuple[Placement, ...] | None, default: Placement, argument: str) -> Placement:
@@ -207,7 +211,7 @@ class ColwiseParallel(ParallelStyle):
             problems += embedding_problems(info, by_rows=False)
             width, compute, attributes = 0, "module", ()
         else:
-            return StyleSpec(problems=(wrong_kind(info, type(self).__name__),))
+            return StyleSpec(problems=(wrong_kind(info, _NOT_LINEAR.format(type(self).__name__)),))
         # A weight shard gives a partial gradient of the input; an embedding's ids (width 0) have none.
         enter = Redistribution(self.input_layouts[0], Replicate(), gradient=Partial() if width else None, width=width)
         leave = Redistribution(Shard(-1), self.output_layouts[0], split=split, width=split.global_size)
@@ -263,7 +267,7 @@ class RowwiseParallel(ParallelStyle):
             return self._linear(info, shape)
         if issubclass(info.kind, nn.Embedding):
             return self._embedding(info)
-        return StyleSpec(problems=(wrong_kind(info, type(self).__name__),))
+        return StyleSpec(problems=(wrong_kind(info, _NOT_LINEAR.format(type(self).__name__)),))
 
     def _linear(self, info: ModuleInfo, shape: LinearShape) -> StyleSpec:
         problems = tuple(linear_problems(info, shape))
