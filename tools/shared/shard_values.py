@@ -150,7 +150,8 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
         for shard in shards if func in _NUMBERS or func in _READS_OF_ELEMENTS or func in _COPIES_OUT else ():
             is_copy = func in _COPIES_OUT and shard.dim() > 0
             if (shard.dim() or _is_element(shard)) and (is_copy or func in _NUMBERS or shard.numel() == 1):
-                refuse_full_read(shard, func.__name__, "" if is_copy else shard._ways.element)
+                name = func.__name__.strip("_") if is_copy else func.__name__
+                refuse_full_read(shard, name, "" if is_copy else shard._ways.element)
         result = func(*args, **kwargs)
         if func in _PLAIN and (func is not torch.Tensor.new_tensor or len(shards) == 1):  # else a copy of a shard
             return result
