@@ -28,7 +28,8 @@ from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import without_dispatch_modes
 from tp_styles.check.compare import Output, cotangents, first_different, layout_of
 from tp_styles.check.inputs import ConstantRandomness, tensors_in
-from tp_styles.check.rows import Pair, Row, counts, error, gradient_rows, joined, largest
+from tp_styles.check.rows import Pair, Row, counts, error, gradient_rows, joined, largest, tolerance_of
+from tp_styles.check.runs import Trace
 from tp_styles.problems import CheckError, PlanError, Problem
 from tp_styles.runtime.parameters import full_tensor, split_of
 from tp_styles.runtime.redistribute import TPGroup
@@ -137,7 +138,7 @@ def _run_both(
     wanted = _on_all_ranks("the original", lambda: _call(original, batches[1]))
     output = _on_all_ranks("the sharded model", lambda: _call(sharded, batches[0]))
     epsilon = max(_gather(constants.epsilon))
-    limit = tolerance if tolerance is not None else max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
+    limit = tolerance if tolerance is not None else tolerance_of(epsilon)
     outputs = _compare_outputs(output, wanted, data, rows, limit)
     if any(_gather(any(row.verdict == "differs" for row in rows))):
         _trace(sharded, original, batches, data, rows, limit)
@@ -444,24 +445,18 @@ def _trace(
         rows.append(Row("place", place or type(original).__name__, error=0.0))
 
 
-def _outputs_of_modules(model: nn.Module, batch: Any) -> dict[str, list[torch.Tensor]]:
-    """Return the first tensor of each module's outputs, by name, in the order in which modules finish."""
-    outputs: dict[str, list[torch.Tensor]] = {}
-    handles = []
-    for name, module in model.named_modules():
-
-        def keep(module: nn.Module, args: Any, output: Any, name: str = _clean(name)) -> None:
-            first = next((x for _, x in tensors_in(output) if x.is_floating_point()), None)
-            if first is not None:
-                outputs.setdefault(name, []).append(first.detach().clone())
-
-        handles.append(module.register_forward_hook(keep))
+def _outputs_of_modules(model: nn.Module, batch: Any) -> dict[str, list[Any]]:
+    """Return the first tensor of each module's outputs, if of floats, in the order in which modules finish."""
+    trace = Trace({module: _clean(name) for name, module in model.named_modules()}, keeps=True)
+    handles = [module.register_forward_hook(trace.leave) for module in model.modules()]
     try:
         _call(model, batch)
     finally:
         for handle in handles:
             handle.remove()
-    return outputs
+    return {
+        name: [x for x in found if x is not None and x.is_floating_point()] for name, found in trace.outputs.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------- one verdict

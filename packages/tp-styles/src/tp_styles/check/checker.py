@@ -38,7 +38,7 @@ from tp_styles._torch_compat import (
 from tp_styles.check import RUNNING, Running, running
 from tp_styles.check.compare import ALIKE, Comparison, Stage, Verdict, cotangents, problem
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
-from tp_styles.check.rows import Row, joined
+from tp_styles.check.rows import Row, joined, tolerance_of
 from tp_styles.check.runs import Original, Run, Trace, Weights, full_numel, has_fsdp_below
 from tp_styles.check.watched_loss import watch_loss
 from tp_styles.plan.model import TPPlan
@@ -221,7 +221,7 @@ class Both:
 
     dtype: torch.dtype | None
     lively: bool
-    copies: tuple[Copies, ...] = ()
+    copies: list[Copies] = field(default_factory=list)
     weights: Weights | None = None
     sharded: Attempt | None = None
     reference: Attempt | None = None
@@ -491,10 +491,11 @@ class Checker:
     def _prepare(self, scope: Scope, call: Call, both: Both) -> str:
         """Copy a call's inputs for both runs, and prepare their weights; return the text of an error."""
         copies = partial(call.inputs.copies, both.dtype, noise=both.lively)
-        ours, wanted = self._attempt(partial(copies, full=False)), self._attempt(partial(copies, full=True))
-        weights = self._attempt(lambda: Weights(scope.module, self.axis, both.dtype, lively=both.lively))
-        both.copies, both.weights = (ours.value, wanted.value), weights.value
-        return ours.failure or wanted.failure or weights.failure
+        weights = partial(Weights, scope.module, self.axis, both.dtype, lively=both.lively)
+        prepared = self._attempt(lambda: (copies(full=False), copies(full=True), weights()))
+        if prepared.value is not None:
+            *both.copies, both.weights = prepared.value
+        return prepared.failure
 
     def _compared(self, scope: Scope, call: Call, both: Both) -> Verdict:
         """Compare both runs: outputs, then gradients, then buffers; the same verdict on every rank."""
@@ -732,8 +733,7 @@ class Checker:
 
     def tolerance(self, runs: Precision) -> float:
         """Return the relative tolerance: rounding of the coarsest type in the runs of all ranks."""
-        epsilon = float(max(self.axis.all_gather_objects(runs.epsilon, "the check")))
-        return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
+        return tolerance_of(max(self.axis.all_gather_objects(runs.epsilon, "the check")))
 
     def _attempt(self, act: Callable[[], Any]) -> Attempt:
         """Run an action on all ranks. An error on one of them ends it on the others before their next collective."""

@@ -100,9 +100,10 @@ class Comparison:
         values = self.axis.all_gather_objects(value, "the check")
         return float(max(values))
 
-    def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]]) -> torch.Tensor:
-        """Return the global tensor."""
+    def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]] | None = None) -> torch.Tensor:
+        """Return the global tensor; a collective, with the shapes of all ranks if they are known."""
         if isinstance(layout, Shard) and not isinstance(x, DTensor):
+            shapes = shapes or self.axis.all_gather_objects(tuple(x.shape), "the check")
             return self.axis.all_gather(x, layout.dim, [shape[layout.dim] for shape in shapes])
         return full_of(x)
 
@@ -112,9 +113,7 @@ class Comparison:
         for index, (actual, other) in enumerate(zip(ours.leaves, wanted.leaves, strict=True)):
             if other.grad is not None:
                 gradient = actual.grad if actual.grad is not None else torch.zeros_like(actual)
-                layout = ours.layouts[index]
-                shapes = self.axis.all_gather_objects(tuple(actual.shape), "the check")
-                full = self.gathered(gradient, layout, shapes)
+                full = self.gathered(gradient, ours.layouts[index])  # declared layouts: the same on all ranks
                 original = full_of(other.grad)
                 pairs.append(Pair("input-gradient", f"input {index}", full, original, largest(original)))
         # A shard has several copies in the reference if modules sharded by another call hold it too.

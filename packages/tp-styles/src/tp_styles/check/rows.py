@@ -111,6 +111,11 @@ def counts(rows: Iterable[Row]) -> Compared:
     return Compared(len(equal) - gradients, sum(row.numel for row in equal), gradients)
 
 
+def tolerance_of(epsilon: float) -> float:
+    """Return the relative tolerance for the coarsest rounding of a computation."""
+    return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
+
+
 def joined(everyone: Sequence[Sequence[Row]]) -> list[Row]:
     """Return the rows of all ranks without a counterpart: the largest differences, and what no rank has compared."""
     worst: dict[tuple[str, str], Row] = {}
