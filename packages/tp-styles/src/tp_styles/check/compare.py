@@ -364,7 +364,7 @@ def problem(
         f"{scope} {difference.name}" if "output" in difference.name or "input" in difference.name else difference.name
     )
     code = {"shard-leaves": "shard-leaves", "raises": "check-raises"}.get(difference.kind, "check-mismatch")
-    reason = difference.text("the original module's") + " (run on full weights)"
+    reason = difference.text("the original module's", " (run on full weights)")
     reason += f"; both part first at the output of {place}" if difference.kind == "output" and place else ""
     if difference.kind == "shard-leaves":
         reason = f"a shard leaves the model as a plain tensor: {difference.reason}"

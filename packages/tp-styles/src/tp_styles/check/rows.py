@@ -45,10 +45,10 @@ class Row:
     numel: int = 0
     ranks: tuple[int, ...] = ()
 
-    def text(self, original: str) -> str:
-        """Return the text of a difference from `original`, as "the original's"."""
+    def text(self, original: str, run: str = "") -> str:
+        """Return the text of a difference from `original`, as "the original's"; `run` says how that has run."""
         by = f" by {self.error:.2g}" if math.isfinite(self.error) else ""
-        return f"{self.kind} differs from {original}{by}" + (f": {self.reason}" if self.reason else "")
+        return f"{self.kind} differs from {original}{by}{run}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True)
