@@ -455,7 +455,7 @@ def _outputs_of_modules(model: nn.Module, batch: Any) -> dict[str, list[Any]]:
         for handle in handles:
             handle.remove()
     return {
-        name: [x for x in found if x is not None and x.is_floating_point()] for name, found in trace.outputs.items()
+        name: [x for x in outputs if x is not None and x.is_floating_point()] for name, outputs in trace.outputs.items()
     }
 
 
@@ -476,9 +476,9 @@ HINTS = {
 def _agreed(rows: list[Row], norm: float | None) -> ComparedModels:
     """Return the joined counts, or raise the joined differences; the same on every rank."""
     everyone = _gather([row for row in rows if row.verdict != "equal"])
-    found = joined(everyone)
-    place = next((row.name for row in found if row.kind == "place"), "")
-    differences = [row for row in found if row.verdict == "differs" and row.kind != "place"]
+    of_all = joined(everyone)
+    place = next((row.name for row in of_all if row.kind == "place"), "")
+    differences = [row for row in of_all if row.verdict == "differs" and row.kind != "place"]
     if differences:
         problems = []
         for row in sorted(differences, key=lambda row: -row.error)[:SHOWN]:
@@ -497,7 +497,7 @@ def _agreed(rows: list[Row], norm: float | None) -> ComparedModels:
                 hint="pass a batch, and models that return tensors",
             )
         )
-    return ComparedModels(compared, tuple(f"{row.name} ({row.reason})" for row in found), norm)
+    return ComparedModels(compared, tuple(f"{row.name} ({row.reason})" for row in of_all), norm)
 
 
 def _on_all_ranks(what: str, work: Callable[[], T]) -> T:
@@ -520,6 +520,6 @@ def _on_all_ranks(what: str, work: Callable[[], T]) -> T:
     if not failed:
         return cast(T, result)
     of_plans = all(everyone[rank][1] for rank in failed)
-    found = list(dict.fromkeys(problem for own, _ in everyone for problem in own))[:SHOWN]
+    unique = list(dict.fromkeys(problem for own, _ in everyone for problem in own))[:SHOWN]
     ranks = f" (ranks {', '.join(map(str, failed))})" if len(failed) < len(everyone) else ""
-    raise (PlanError if of_plans else CheckError)(found, f"{what} raised{ranks}:") from fault
+    raise (PlanError if of_plans else CheckError)(unique, f"{what} raised{ranks}:") from fault
