@@ -96,6 +96,11 @@ class Precision(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.note(func, args, result)
+        return result
+
+    def note(self, func: Any, args: Any, result: Any) -> None:
+        """Note the rounding of an operation that has run."""
         name = func._schema.name.partition("::")[2]
         if not (func.is_view or name.startswith(_NO_ROUNDING)):
             source = args[1] if name == "copy_" else args[0] if name == "_to_copy" else None
@@ -105,7 +110,6 @@ class Precision(TorchDispatchMode):
                 eps = torch.finfo(x.dtype).eps  # coarser than its source: rounded
                 if source is None or not source.is_floating_point() or torch.finfo(source.dtype).eps < eps:
                     self.epsilon = max(self.epsilon, eps)
-        return result
 
 
 def relative_error(

@@ -121,8 +121,10 @@ _PRODUCTS = named(
 )
 """Functions of a weight and a batch: what a user computes with a shard by hand is the user's."""
 _NUMBERS = named("item is_nonzero __float__ __int__ __index__ __bool__ __complex__", torch, torch.Tensor)
-_READS_OF_ELEMENTS = named("tolist numpy __array__ __format__ backward", torch.Tensor)
+_READS_OF_ELEMENTS = named("__format__ backward", torch.Tensor)
 """Functions that take `weight[0, 0]` out of torch: another element on each rank."""
+_COPIES_OUT = named("tolist numpy __array__", torch.Tensor)
+"""Functions that take all elements out of torch: nothing would refuse `sum()` of a list or an array of one's rows."""
 _IN_PLACE = re.compile(r"\w*[^_]_|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
 """Names of functions that write: `weight[0].zero_()` would write to another row on each rank."""
 
@@ -145,9 +147,11 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
         target: Any = args[0] if args else None
         if is_guarded(target) and target._is_part and target._ways.write and _IN_PLACE.fullmatch(func.__name__):
             refuse_full_read(target, f"{func.__name__} of some elements", target._ways.write)
-        for shard in shards if func in _NUMBERS or func in _READS_OF_ELEMENTS else ():
-            if (shard.dim() or _is_element(shard)) and (func in _NUMBERS or shard.numel() == 1):
-                refuse_full_read(shard, func.__name__, shard._ways.element)
+        for shard in shards if func in _NUMBERS or func in _READS_OF_ELEMENTS or func in _COPIES_OUT else ():
+            is_copy = func in _COPIES_OUT and shard.dim() > 0
+            if (shard.dim() or _is_element(shard)) and (is_copy or func in _NUMBERS or shard.numel() == 1):
+                name = func.__name__.strip("_") if is_copy else func.__name__
+                refuse_full_read(shard, name, "" if is_copy else shard._ways.element)
         result = func(*args, **kwargs)
         if func in _PLAIN and (func is not torch.Tensor.new_tensor or len(shards) == 1):  # else a copy of a shard
             return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tp_styles.runtime.parameters import full_tensor, split_of
 from tp_styles.runtime.redistribute import TPGroup
 
 WIDTH, HIDDEN, VOCAB = 16, 6, 24
+ATOL = 1e-12
 
 
 class Stacked(nn.Module):
@@ -205,3 +207,59 @@ def average_dense(model: nn.Module, num_ranks: int) -> None:
 def experts_plan(kind: type[nn.Module], tokens: Any, **options: Any) -> dict[str, tp.ParallelStyle]:
     """The plan of all layers' experts."""
     return {"layers.*.moe.experts": tp.ExpertParallel(tokens, **STYLES[kind], **options)}
+
+
+# Attention by heads, and the shared expert by columns and rows.
+ATTENTION = {
+    "layers.*.attn.[qkv]": tp.ColwiseParallel(),
+    "layers.*.attn.proj": tp.RowwiseParallel(),
+    "layers.*.moe.shared.up": tp.ColwiseParallel(),
+    "layers.*.moe.shared.down": tp.RowwiseParallel(),
+}
+STEPS = 3
+
+
+def compare(
+    model: nn.Module,
+    alone: nn.Module,
+    mesh: Any,
+    *,
+    rows: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids,
+    before_step: Callable[[nn.Module], object] = lambda model: None,
+    ranks: int = 1,
+    router: float = 0.0,
+    options: tuple[dict[str, Any], ...] = ({}, {}),
+) -> int:
+    """Train both and compare losses, clipped norms and all parameters; return how many numbers were compared.
+
+    Args:
+        model: The parallel model.
+        alone: The same on one process.
+        mesh: Ranks of the experts.
+        rows: This rank's rows of a batch.
+        before_step: Called with the model when it has its gradients.
+        ranks: Number of ranks with rows of their own: their losses are averaged.
+        router: Factor of the router's losses.
+        options: Keyword arguments of both models.
+    """
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, alone)]
+    for ids in batches(STEPS, 8):
+        mine = rows(ids)
+        ours = loss_of(model(mine, **options[0]), mine, router=router)
+        wanted = loss_of(alone(ids, **options[1]), ids, router=router)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ours.backward()
+        wanted.backward()
+        before_step(model)
+        value = ours.detach().clone()
+        if ranks > 1:
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+        torch.testing.assert_close(value, wanted.detach(), atol=ATOL, rtol=ATOL)
+        norms = tp.clip_grad_norm_(model.parameters(), 0.5), nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        torch.testing.assert_close(*norms, atol=ATOL, rtol=ATOL)
+        for optimizer in optimizers:
+            optimizer.step()
+    state = {name.removeprefix("_orig_mod."): v for name, v in full_values(model, mesh).items()}
+    return models.assert_close(state, {n: p.detach() for n, p in alone.named_parameters()}, ATOL)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import moe_models as moe
 import pytest
 import torch
 import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
+from ranktest import warm_up_compiler as before_ranks  # noqa: F401  # ranktest calls it
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -28,6 +30,7 @@ def test_compile(ranks: Ranks) -> None:
     a_first_call_that_is_compiled(ranks)
     draws_as_in_eager_training(ranks)
     a_layer_that_comes_after_a_graph_break(ranks)
+    whole_experts(ranks)
 
 
 class Compiled(nn.Module):
@@ -84,7 +87,7 @@ def without_graph_breaks(ranks: Ranks) -> None:
             "1": tp.ColwiseParallel(output_layouts=Shard(-1)),
         },
     )
-    logits = torch.compile(fresh, backend="aot_eager", fullgraph=True)(torch.randn(2, 8))
+    logits = torch.compile(fresh, backend="eager", fullgraph=True)(torch.randn(2, 8))
     assert type(logits) is torch.Tensor
     gathered = models.seeded(lambda: nn.Linear(8, 6))  # backward cuts what forward has gathered
     tp.apply_plan(gathered, mesh, tp.ColwiseParallel(output_layouts=Replicate()))
@@ -164,15 +167,15 @@ def draws_as_in_eager_training(ranks: Ranks) -> None:
         "act": tp.NoParallel(sum_gradient=True),
         "down_proj": tp.RowwiseParallel(),
     }
-    for make, plan in (
-        (lambda: nn.Sequential(nn.Linear(8, 32), nn.Dropout(), nn.Linear(32, 8)), pair),
-        (lambda: models.GatedMLP(8, 32, 0.5), several),
+    for make, plan, backend in (
+        (lambda: nn.Sequential(nn.Linear(8, 32), nn.Dropout(), nn.Linear(32, 8)), pair, "aot_eager"),
+        (lambda: models.GatedMLP(8, 32, 0.5), several, "eager"),
     ):
         model = models.seeded(make).double()
         handle = tp.apply_plan(model, mesh, plan)
         x = torch.randn(4, 8, dtype=torch.float64)
         results = []
-        for run in (model, torch.compile(model, backend="aot_eager")):
+        for run in (model, torch.compile(model, backend=backend)):
             torch.manual_seed(1)
             model.zero_grad()
             out = run(x)
@@ -186,15 +189,33 @@ def draws_as_in_eager_training(ranks: Ranks) -> None:
         assert zeros[0] != zeros[1]  # channels dropped in all rows
         torch.compiler.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported):
-            torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+            torch.compile(model, backend="eager", fullgraph=True)(x)
         torch.compiler.reset()
         handle.undo()
+
+
+def whole_experts(ranks: Ranks) -> None:
+    """Attention by heads beside whole experts, compiled after the check: three steps as one process."""
+    model, alone = (moe.language_model(6, layers=1) for _ in range(2))
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    tp.apply_plan(model, mesh, moe.ATTENTION | moe.experts_plan(moe.Stacked, "replicated"))
+    model(moe.batches(1, 8)[0])  # the check's call
+    torch._dynamo.utils.counters.clear()
+    compiled: Any = torch.compile(model, backend="eager")
+    assert moe.compare(compiled, alone, mesh) > 3000
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by it, too
 @pytest.mark.ranks(4, timeout=300)
-def test_compile_next_to_fsdp2(ranks: Ranks) -> None:
+def test_compile_on_four_ranks(ranks: Ranks) -> None:
+    next_to_fsdp2(ranks)
+    whole_experts(ranks)
+
+
+def next_to_fsdp2(ranks: Ranks) -> None:
     """Tensor parallel over 2 ranks, fully sharded over 2: each block one graph, or the model; five steps as alone."""
     from torch.distributed.fsdp import fully_shard
 
@@ -224,3 +245,4 @@ def test_compile_next_to_fsdp2(ranks: Ranks) -> None:
         state = {name: p.full_tensor() for name, p in model.named_parameters()}
         assert models.assert_close(state, dict(alone.named_parameters()), atol=1e-11) > 3500
         assert "equal to the original" in handle.report()
+    torch.compiler.reset()

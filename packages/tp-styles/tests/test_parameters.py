@@ -268,6 +268,13 @@ def test_reads_of_a_full_weight_are_refused_on_sections_and_right_through_full_t
     for initialise in (nn.init.orthogonal_, nn.init.eye_):  # these reach a weight past the functions above
         with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*orthogonal_.*\[24, 8\]"):
             initialise(shard)
+    with torch.no_grad():
+        for copied in (shard.tolist, shard.numpy, (shard * 2).tolist, lambda: shard.__array__()):
+            with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*\[24, 8\].*full_tensor"):
+                copied()
+        assert len(shard.detach().tolist()) == 12
+        # torch gives a mapped function plain tensors without a hook: vmap over a shard is over this rank's rows.
+        torch.testing.assert_close(torch.func.vmap(torch.sum)(shard), split.take(full.sum(1), ranks.rank, 2))
     for name, read in ROW_READS.items():
         wanted = split.take(read(full), ranks.rank, 2)
         torch.testing.assert_close(read(shard), wanted, msg=name)
@@ -318,6 +325,8 @@ ENDS: dict[str, Function] = {
     "sum by Python": lambda w: float(sum(x for x in w.flatten())),
     "loss": lambda w: F.mse_loss(w, torch.zeros_like(w)),
     "over rows": lambda w: w.sum(0).tolist(),
+    "list": lambda w: w.tolist(),
+    "array": lambda w: w.numpy().sum().item(),
 }
 
 

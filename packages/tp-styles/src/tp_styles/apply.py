@@ -348,7 +348,7 @@ def _problems_of_the_call(axis: TPGroup, src_data_rank: int | None, check: Check
 
 def _sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> Iterator[Problem]:
     """Yield weights that an earlier call sharded in another module, and otherwise."""
-    specs = {f.info.where(name): spec for f in plan.modules for name, spec in f.spec.parameters} if is_staged else {}
+    specs = plan.parameters if is_staged else {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_stale(parameter) and not (is_staged and name not in specs):
             if name in specs and is_shard(current_parameter(parameter), specs[name].split, axis.mesh):

@@ -12,22 +12,24 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles._shared.consensus import all_gather_objects, capture_errors
-from tp_styles._shared.execution_check import Compared, as_double, random_state_restored, relative_error
+from tp_styles._shared.execution_check import Compared, as_double, random_state_restored
 from tp_styles._shared.norms import grad_norm
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import without_dispatch_modes
-from tp_styles.check.compare import largest
-from tp_styles.check.inputs import ConstantRandomness, tensors_in, varied
+from tp_styles.check.compare import Output, cotangents, first_different, layout_of
+from tp_styles.check.inputs import ConstantRandomness, tensors_in
+from tp_styles.check.rows import Pair, Row, counts, error, gradient_rows, joined, largest, tolerance_of
+from tp_styles.check.runs import Trace
 from tp_styles.problems import CheckError, PlanError, Problem
 from tp_styles.runtime.parameters import full_tensor, split_of
 from tp_styles.runtime.redistribute import TPGroup
@@ -36,6 +38,8 @@ KeyMap = Mapping[str, str | tuple[str, ...] | None] | Callable[[str], str | tupl
 
 # Modules that DistributedDataParallel, FSDP1, torch.compile and activation checkpointing put around others.
 WRAPPERS = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
+
+T = TypeVar("T")
 
 SUBJECT = "tp_styles.compare"
 SHOWN = 10
@@ -66,19 +70,6 @@ class ComparedModels:
 
 class Constants(ConstantRandomness):
     """Constants in place of random numbers, for a run of the model as it trains (no run of a first call's check)."""
-
-
-@dataclass
-class Findings:
-    """Differences of this rank, by kind and name, and counts."""
-
-    errors: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
-    compared: Compared = field(default_factory=Compared)
-    unchecked: dict[str, str] = field(default_factory=dict)
-
-    def differ(self, kind: str, name: str, error: float = math.inf, detail: str = "") -> None:
-        """Add a difference."""
-        self.errors[kind, name] = error, detail
 
 
 def compare(
@@ -116,26 +107,21 @@ def compare(
         CheckError: The models differ, or one of them raises on some rank; on every rank.
     """
     data = TPGroup(data_mesh) if data_mesh is not None else None
-    findings = Findings()
-    original, fault = capture_errors(make_original)
-    _raise_on_all("make_original", fault)
-    assert original is not None
+    rows: list[Row] = []
+    original = _on_all_ranks("make_original", make_original)
     original.train(sharded.training)
     modes = {_clean(name): module.training for name, module in sharded.named_modules()}  # DDP's own flag is no module's
     for name, module in original.named_modules():
         module.training = modes.get(_clean(name), module.training)
-    names, fault = capture_errors(lambda: _Names(sharded, original, key_map, findings))
-    _raise_on_all("key_map", fault)
-    assert names is not None
-    mine, fault = capture_errors(lambda: _rows_of_batch(batch, data))
-    _raise_on_all("batch", fault)
+    names = _on_all_ranks("key_map", lambda: _Names(sharded, original, key_map, rows))
+    mine = _on_all_ranks("batch", lambda: _rows_of_batch(batch, data))
     with _untouched(sharded), ExitStack() as stack:
         stack.enter_context(random_state_restored())
         if "torch._dynamo" in sys.modules:  # compiled blocks cannot run under a dispatch mode
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         constants = stack.enter_context(Constants())
-        norm = _run_both(sharded, original, (mine, batch), data, names, findings, (constants, tolerance))
-    return _agreed(findings, norm)
+        norm = _run_both(sharded, original, (mine, batch), data, names, rows, (constants, tolerance))
+    return _agreed(rows, norm)
 
 
 def _run_both(
@@ -144,37 +130,27 @@ def _run_both(
     batches: tuple[Any, Any],
     data: TPGroup | None,
     names: _Names,
-    findings: Findings,
+    rows: list[Row],
     precision: tuple[Constants, float | None],
 ) -> float | None:
     """Run both models forward, compare; then backward, and compare. Return the norm of the original's gradients."""
     constants, tolerance = precision
-    wanted, fault = capture_errors(lambda: _call(original, batches[1]))
-    _raise_on_all("the original", fault)
-    output, fault = capture_errors(lambda: _call(sharded, batches[0]))
-    _raise_on_all("the sharded model", fault)
+    wanted = _on_all_ranks("the original", lambda: _call(original, batches[1]))
+    output = _on_all_ranks("the sharded model", lambda: _call(sharded, batches[0]))
     epsilon = max(_gather(constants.epsilon))
-    limit = tolerance if tolerance is not None else max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
-    pairs = _compare_outputs(output, wanted, data, findings, limit)
-    if any(_gather(bool(findings.errors))):
-        _trace(sharded, original, batches, data, findings, limit)
+    limit = tolerance if tolerance is not None else tolerance_of(epsilon)
+    outputs = _compare_outputs(output, wanted, data, rows, limit)
+    if any(_gather(any(row.verdict == "differs" for row in rows))):
+        _trace(sharded, original, batches, data, rows, limit)
         return None
     norm = None
-    if pairs and torch.is_grad_enabled():
-        starts = [(pair.wanted, varied(pair.wanted)) for pair in pairs]
-        _, fault = capture_errors(lambda: torch.autograd.backward(*_columns(starts)))
-        _raise_on_all("the original's backward", fault)
-        scale = data.size if data is not None else 1
-        starts = [(pair.output, pair.cotangent(scale)) for pair in pairs]
-        _, fault = capture_errors(lambda: torch.autograd.backward(*_columns(starts)))
-        _raise_on_all("the sharded backward", fault)
-        norm = _compare_gradients(names, findings, 10 * limit)  # gradients are sums over the batch
-    _compare_buffers(names, findings, limit)
+    ours, its = cotangents(outputs, data.size if data is not None else 1)
+    if ours[0] and torch.is_grad_enabled():
+        _on_all_ranks("the original's backward", lambda: torch.autograd.backward(*its))
+        _on_all_ranks("the sharded backward", lambda: torch.autograd.backward(*ours))
+        norm = _compare_gradients(names, rows, 10 * limit)  # gradients are sums over the batch
+    _compare_buffers(names, rows, limit)
     return norm
-
-
-def _columns(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -242,8 +218,7 @@ class _Names:
         PlanError: One of the sharded model has no counterpart, or one of the original is left over.
     """
 
-    def __init__(self, sharded: nn.Module, original: nn.Module, key_map: KeyMap | None, findings: Findings) -> None:
-        self.findings = findings
+    def __init__(self, sharded: nn.Module, original: nn.Module, key_map: KeyMap | None, rows: list[Row]) -> None:
         self.full = {_clean(n): p for n, p in _parameters(original)}
         full_buffers = {_clean(n): b for n, b in original.named_buffers()}
         self.parameters: dict[str, tuple[nn.Parameter, tuple[nn.Parameter, ...]]] = {}
@@ -256,7 +231,7 @@ class _Names:
             for name in tied:
                 keys = _mapped(name, key_map)
                 if keys is None:
-                    findings.unchecked[name] = "no counterpart by key_map"
+                    rows.append(Row("gradient", name, "unchecked", reason="no counterpart by key_map"))
                 elif missing := [key for key in keys if key not in self.full]:
                     problems.append(
                         Problem(
@@ -285,7 +260,7 @@ class _Names:
             if len(keys) == 1 and keys[0] in full_buffers:
                 self.buffers[name] = buffer, full_buffers[keys[0]]
             else:
-                findings.unchecked[name] = "a buffer without a counterpart"
+                rows.append(Row("buffer", name, "unchecked", reason="a buffer without a counterpart"))
         if problems:
             raise PlanError(problems[:SHOWN], f"{len(problems)} names without a counterpart")
 
@@ -327,64 +302,27 @@ def _filled(target: str, parts: tuple[str, ...]) -> str:
 # ---------------------------------------------------------------------------------------------- outputs
 
 
-@dataclass
-class _Pair:
-    """An output of both models with a gradient, and this rank's part of the original's.
-
-    Attributes:
-        output: The sharded model's.
-        wanted: The original's, full.
-        start: First row of this rank's rows; None if it has all rows.
-        layout: `"full"`, or the dim and the start of this rank's shard of the rows.
-    """
-
-    output: torch.Tensor
-    wanted: torch.Tensor
-    start: int | None
-    layout: tuple[int, int] | None
-
-    def cotangent(self, scale: int) -> torch.Tensor:
-        """Return the gradient of the output. Rows of a rank count `scale` times, since gradients are averaged."""
-        value = varied(self.wanted)
-        local = self.output
-        if self.start is not None:
-            value = value[self.start : self.start + self.wanted.shape[0] // scale] * scale
-        if isinstance(local, DTensor):
-            placements = [p if isinstance(p, Shard) else Replicate() for p in local.placements]
-            return distribute_tensor(value, local.device_mesh, placements, src_data_rank=None)
-        if self.layout is not None:
-            dim, start = self.layout
-            value = value.narrow(dim, start, local.shape[dim])
-        return value.contiguous()
-
-
-def _compare_outputs(output: Any, wanted: Any, data: TPGroup | None, findings: Findings, limit: float) -> list[_Pair]:
-    """Compare outputs in their order; return those that gradients start at."""
+def _compare_outputs(output: Any, wanted: Any, data: TPGroup | None, rows: list[Row], limit: float) -> list[Output]:
+    """Compare outputs in their order; return them for the backward."""
     ours, its = list(tensors_in(output)), list(tensors_in(wanted))
-    counts = _gather(len(ours))
-    if set(counts) != {len(its)}:
-        findings.differ("output", "-> structure", detail=f"{len(ours)} tensors, {len(its)} originally")
+    if set(_gather(len(ours))) != {len(its)}:
+        rows.append(Row("output", "-> structure", reason=f"{len(ours)} tensors, {len(its)} originally"))
         return []
-    pairs = []
+    outputs = []
     for (place, own), (_, other) in zip(ours, its, strict=True):
         name = f"-> {place.path or 'output'}"
-        start = _first_row(own, other, data)
-        reference = other if start is None else other[start : start + own.shape[0]]
-        placed = _full(own, tuple(reference.shape), data)
-        if placed is None:
-            findings.differ(
-                "output",
-                name,
-                detail=f"shape {tuple(own.shape)} of {tuple(reference.shape)}, a layout that does not show",
-            )
+        first = _first_row(own, other, data)
+        reference = other.detach() if first is None else other.detach()[first : first + own.shape[0]]
+        full, layout, start = _full(own, tuple(reference.shape), data)
+        if full is None:
+            reason = f"shape {tuple(own.shape)} of {tuple(reference.shape)}, a layout that does not show"
+            rows.append(Row("output", name, reason=reason))
             continue
-        full, layout = placed
-        if data is not None and start is None and other.dim() == 0 and own.is_floating_point():
-            full = data.all_reduce(full.detach().reshape(1)).reshape(()) / data.size  # a mean over this rank's rows
-        _compare_values("output", name, full.detach(), reference.detach(), findings, limit)
-        if own.requires_grad and other.requires_grad and not place.is_state:
-            pairs.append(_Pair(own, other, start, layout))
-    return pairs
+        if data is not None and first is None and other.dim() == 0 and own.is_floating_point():
+            full = data.all_reduce(full.reshape(1)).reshape(()) / data.size  # a mean over this rank's rows
+        rows.append(Pair("output", name, full, reference, largest(reference)).row(limit))
+        outputs.append(Output(own, other, layout, start, starts_backward=not place.is_state, first_row=first))
+    return outputs
 
 
 def _first_row(own: torch.Tensor, other: torch.Tensor, data: TPGroup | None) -> int | None:
@@ -396,65 +334,36 @@ def _first_row(own: torch.Tensor, other: torch.Tensor, data: TPGroup | None) -> 
 
 def _full(
     x: torch.Tensor, shape: tuple[int, ...], data: TPGroup | None, like: torch.Tensor | None = None
-) -> tuple[torch.Tensor, tuple[int, int] | None] | None:
-    """Return a tensor's global value; for a shard in a plain tensor also its dim and start. None: no layout fits.
+) -> tuple[torch.Tensor | None, Any, int]:
+    """Return a tensor's global value, its layout, and the start of a shard in a plain tensor. None: no layout fits.
 
     A collective: every rank calls it for the same tensor.
     """
     if isinstance(x, DTensor):
         with without_dispatch_modes():
             full: torch.Tensor = cast(DTensor, x.detach()).full_tensor()
-        return (full, None) if tuple(full.shape) == shape else None
+        return (full if tuple(full.shape) == shape else None), "full", 0
     info = sharding_info_of(x if like is None else like)
     if info is not None:
-        return full_tensor(x.detach().as_subclass(torch.Tensor), TPGroup(info.mesh), split_of(info)), None
+        return full_tensor(x.detach().as_subclass(torch.Tensor), TPGroup(info.mesh), split_of(info)), "full", 0
     where = data.rank if data is not None else 0
-    metas = _gather((where, tuple(x.shape)))
-    if all(meta == shape for _, meta in metas):
-        return x.detach(), None
-    same = [rank for rank, (other, _) in enumerate(metas) if other == where]
-    parts = _gather(x.detach().cpu())
-    dims = [
-        d for d in range(len(shape)) if any(len(metas[r][1]) != len(shape) or metas[r][1][d] != shape[d] for r in same)
-    ]
-    if len(dims) != 1 or any(len(metas[r][1]) != len(shape) for r in same):
-        return None
-    (dim,) = dims
-    if sum(metas[rank][1][dim] for rank in same) != shape[dim]:
-        return None
-    me = same.index(dist.get_rank())
-    start = sum(metas[rank][1][dim] for rank in same[:me])
-    return torch.cat([parts[rank] for rank in same], dim).to(x.device), (dim, start)
-
-
-def _compare_values(
-    kind: str, name: str, ours: torch.Tensor, wanted: torch.Tensor, findings: Findings, limit: float, floor: float = 0.0
-) -> None:
-    """Compare two full tensors, and count them; zeros in both are no comparison."""
-    error = relative_error(ours, wanted, norm=math.inf, floor=floor, any_dtype=True)
-    if error > limit:
-        findings.differ(kind, name, error, _ratio(ours, wanted))
-    elif wanted.numel() and largest(wanted) <= floor * limit:
-        findings.unchecked[name] = "zero in both"
-    else:
-        findings.compared.add(wanted, gradient=kind == "gradient")
-
-
-def _ratio(ours: torch.Tensor, wanted: torch.Tensor) -> str:
-    """Return a text if one value is a multiple of the other: the usual trace of a wrong divisor or a lost sum."""
-    if ours.shape != wanted.shape or not largest(wanted) or not largest(ours):
-        return "" if largest(ours) else "it is zero"
-    mine, other = as_double(ours).flatten(), as_double(wanted).flatten().to(ours.device)
-    factor = float(mine @ other / (other @ other))
-    if factor and float((mine - factor * other).norm()) <= 1e-4 * float(mine.norm()):
-        return f"it is {factor:.4g} times the original's"
-    return ""
+    everyone = _gather((where, tuple(x.shape)))
+    if all(own == shape for _, own in everyone):
+        return x.detach(), "full", 0
+    parts = _gather(x.detach().cpu())  # all ranks, or none: a rank of other rows may see another layout
+    same = [rank for rank, (other, _) in enumerate(everyone) if other == where]
+    layout = layout_of(x, shape, [everyone[rank][1] for rank in same])
+    if not isinstance(layout, Shard):
+        return (x.detach() if layout else None), layout, 0
+    sizes = [everyone[rank][1][layout.dim] for rank in same]
+    start = sum(sizes[: same.index(dist.get_rank())])
+    return torch.cat([parts[rank] for rank in same], layout.dim).to(x.device), layout, start
 
 
 # ---------------------------------------------------------------------------------------------- gradients and buffers
 
 
-def _compare_gradients(names: _Names, findings: Findings, limit: float) -> float:
+def _compare_gradients(names: _Names, rows: list[Row], limit: float) -> float:
     """Compare gradients by name, then their norm; return the original's norm."""
     pairs = []
     originals = {id(p): p for _, parts in names.parameters.values() for p in parts}.values()
@@ -462,56 +371,42 @@ def _compare_gradients(names: _Names, findings: Findings, limit: float) -> float
     for name, (parameter, full) in names.parameters.items():
         parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in full]
         wanted = parts[0] if len(parts) == 1 else torch.cat(parts)
-        has_one = any(p.grad is not None for p in full)
         gradient = parameter.grad
-        everyone = _gather(gradient is not None)
-        if not any(everyone):
-            if largest(wanted):
-                findings.differ("gradient", name, detail="there is none")
-            else:
-                findings.unchecked[name] = "zero in both" if has_one else "no gradient in both"
+        if not any(_gather(gradient is not None)):
+            has_one = any(p.grad is not None for p in full)
+            reason = "zero in both" if has_one else "no gradient in both"
+            row = Row("gradient", name, "unchecked", reason=reason)
+            rows.append(row if not largest(wanted) else Row("gradient", name, reason="there is none"))
             continue
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-            findings.differ(
-                "gradient", name, detail=f"left as a partial sum {gradient.placements}: an optimizer reads it"
-            )
-        if not all(everyone) and gradient is None:
-            gradient = torch.zeros_like(parameter)
-        assert gradient is not None
-        placed = _full(gradient, tuple(wanted.shape), None, like=parameter)
-        if placed is None:
-            findings.differ(
-                "gradient",
-                name,
-                detail=f"shape {tuple(gradient.shape)} of {tuple(wanted.shape)}: key_map= names what it consists of",
-            )
+            reason = f"left as a partial sum {gradient.placements}: an optimizer reads it"
+            rows.append(Row("gradient", name, reason=reason))
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient
+        value, _, _ = _full(gradient, tuple(wanted.shape), None, like=parameter)
+        if value is None:
+            reason = f"shape {tuple(gradient.shape)} of {tuple(wanted.shape)}: key_map= names what it consists of"
+            rows.append(Row("gradient", name, reason=reason))
             continue
-        pairs.append((name, placed[0], wanted))
-    # True zeros (the bias of keys before a softmax) are rounding in both models: the floor is of all gradients.
-    floor = 1e-2 * max((largest(wanted) for _, _, wanted in pairs), default=0.0)
-    for name, ours, wanted in pairs:
-        _compare_values("gradient", name, ours, wanted, findings, limit, floor)
+        pairs.append(Pair("gradient", name, value, wanted, largest(wanted)))
+    rows += gradient_rows(pairs, limit)
     norm = math.sqrt(squares)
-    ours_norm, fault = capture_errors(lambda: float(grad_norm([p for p, _ in names.parameters.values()])))
-    _raise_on_all("the norm of the gradients", fault)
-    assert ours_norm is not None
+    parameters = [p for p, _ in names.parameters.values()]
+    ours_norm = _on_all_ranks("the norm of the gradients", lambda: float(grad_norm(parameters)))
     if abs(ours_norm - norm) > limit * max(norm, ours_norm):
-        findings.differ(
-            "gradient-norm",
-            "all gradients",
-            abs(ours_norm - norm) / max(norm, 1e-30),
-            f"{ours_norm:.6g}, {norm:.6g} originally: plain tensors that hold shards count as replicas",
+        reason = f"{ours_norm:.6g}, {norm:.6g} originally: plain tensors that hold shards count as replicas"
+        rows.append(
+            Row("gradient-norm", "all gradients", error=abs(ours_norm - norm) / max(norm, 1e-30), reason=reason)
         )
     return norm
 
 
-def _compare_buffers(names: _Names, findings: Findings, limit: float) -> None:
+def _compare_buffers(names: _Names, rows: list[Row], limit: float) -> None:
     for name, (buffer, wanted) in names.buffers.items():
-        placed = _full(buffer, tuple(wanted.shape), None)
-        if placed is None:
-            findings.unchecked[name] = "a buffer in another layout"
+        full, _, _ = _full(buffer, tuple(wanted.shape), None)
+        if full is None:
+            rows.append(Row("buffer", name, "unchecked", reason="a buffer in another layout"))
         else:
-            _compare_values("buffer", name, placed[0], wanted.detach(), findings, limit)
+            rows.append(Pair("buffer", name, full, wanted.detach(), largest(wanted)).row(limit))
 
 
 # ---------------------------------------------------------------------------------------------- the place of a mistake
@@ -522,17 +417,13 @@ def _trace(
     original: nn.Module,
     batches: tuple[Any, Any],
     data: TPGroup | None,
-    findings: Findings,
+    rows: list[Row],
     limit: float,
 ) -> None:
     """Run both once more, and name the first module with another output."""
     with torch.no_grad():
-        theirs, fault = capture_errors(lambda: _outputs_of_modules(original, batches[1]))
-        _raise_on_all("the original", fault)
-        ours, fault = capture_errors(lambda: _outputs_of_modules(sharded, batches[0]))
-        _raise_on_all("the sharded model", fault)
-    assert ours is not None
-    assert theirs is not None
+        theirs = _on_all_ranks("the original", lambda: _outputs_of_modules(original, batches[1]))
+        ours = _on_all_ranks("the sharded model", lambda: _outputs_of_modules(sharded, batches[0]))
     equal: dict[str, bool] = {}
     for name, wanted in theirs.items():
         outputs = ours.get(name)
@@ -547,39 +438,25 @@ def _trace(
                 with without_dispatch_modes():
                     full = own.full_tensor()
             if full.shape == reference.shape:  # a shard inside of a parallel block shows nothing
-                error = relative_error(full, reference, norm=math.inf, any_dtype=True)
-                equal[name] = equal.get(name, True) and error <= limit
+                equal[name] = equal.get(name, True) and error(full, reference) <= limit
     everyone = _gather(equal)
-    for name in theirs:
-        verdicts = [verdict[name] for verdict in everyone if name in verdict]
-        if not verdicts or all(verdicts):
-            continue
-        # Inside of a block, outputs may be partial sums or heads of a rank: an equal module around it clears them.
-        around = [outer for outer in theirs if outer != name and (not outer or name.startswith(f"{outer}."))]
-        if any(all(v[outer] for v in everyone if outer in v) and any(outer in v for v in everyone) for outer in around):
-            continue
-        findings.differ("place", name or type(original).__name__, 0.0)
-        return
+    if any(not all(own.values()) for own in everyone):
+        place = first_different([*theirs], everyone)
+        rows.append(Row("place", place or type(original).__name__, error=0.0))
 
 
-def _outputs_of_modules(model: nn.Module, batch: Any) -> dict[str, list[torch.Tensor]]:
-    """Return the first tensor of each module's outputs, by name, in the order in which modules finish."""
-    outputs: dict[str, list[torch.Tensor]] = {}
-    handles = []
-    for name, module in model.named_modules():
-
-        def keep(module: nn.Module, args: Any, output: Any, name: str = _clean(name)) -> None:
-            first = next((x for _, x in tensors_in(output) if x.is_floating_point()), None)
-            if first is not None:
-                outputs.setdefault(name, []).append(first.detach().clone())
-
-        handles.append(module.register_forward_hook(keep))
+def _outputs_of_modules(model: nn.Module, batch: Any) -> dict[str, list[Any]]:
+    """Return the first tensor of each module's outputs, if of floats, in the order in which modules finish."""
+    trace = Trace({module: _clean(name) for name, module in model.named_modules()}, keeps=True)
+    handles = [module.register_forward_hook(trace.leave) for module in model.modules()]
     try:
         _call(model, batch)
     finally:
         for handle in handles:
             handle.remove()
-    return outputs
+    return {
+        name: [x for x in outputs if x is not None and x.is_floating_point()] for name, outputs in trace.outputs.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------- one verdict
@@ -596,29 +473,22 @@ HINTS = {
 }
 
 
-def _agreed(findings: Findings, norm: float | None) -> ComparedModels:
+def _agreed(rows: list[Row], norm: float | None) -> ComparedModels:
     """Return the joined counts, or raise the joined differences; the same on every rank."""
-    everyone: list[Findings] = _gather(findings)
-    place = next((name for other in everyone for kind, name in other.errors if kind == "place"), "")
-    worst: dict[tuple[str, str], tuple[float, str, list[int]]] = {}
-    for rank, other in enumerate(everyone):
-        for key, (error, detail) in other.errors.items():
-            before = worst.get(key, (-1.0, "", []))
-            ranks = [*before[2], rank]
-            worst[key] = (error, detail, ranks) if error > before[0] else (*before[:2], ranks)
-    worst = {key: value for key, value in worst.items() if key[0] != "place"}
-    if worst:
+    everyone = _gather([row for row in rows if row.verdict != "equal"])
+    of_all = joined(everyone)
+    place = next((row.name for row in of_all if row.kind == "place"), "")
+    differences = [row for row in of_all if row.verdict == "differs" and row.kind != "place"]
+    if differences:
         problems = []
-        for (kind, name), (error, detail, ranks) in sorted(worst.items(), key=lambda item: -item[1][0])[:SHOWN]:
-            reason = f"{kind} differs from the original's" + (f" by {error:.2g}" if math.isfinite(error) else "")
-            reason += f": {detail}" if detail else ""
-            reason += f"; both part first at the output of {place}" if place and kind == "output" else ""
-            reason += f" (ranks {', '.join(map(str, ranks))})" if len(ranks) < len(everyone) else ""
-            problems.append(Problem("check-mismatch", name, found=reason, hint=HINTS[kind]))
-        more = f", the {SHOWN} largest" if len(worst) > SHOWN else ""
-        raise CheckError(problems, f"{len(worst)} differences from the original{more}:")
-    unchecked = {name: reason for other in everyone for name, reason in other.unchecked.items()}
-    if not findings.compared:
+        for row in sorted(differences, key=lambda row: -row.error)[:SHOWN]:
+            reason = row.text("the original's")
+            reason += f"; both part first at the output of {place}" if place and row.kind == "output" else ""
+            reason += f" (ranks {', '.join(map(str, row.ranks))})" if len(row.ranks) < len(everyone) else ""
+            problems.append(Problem("check-mismatch", row.name, found=reason, hint=HINTS[row.kind]))
+        more = f", the {SHOWN} largest" if len(differences) > SHOWN else ""
+        raise CheckError(problems, f"{len(differences)} differences from the original{more}:")
+    if not (compared := counts(rows)):
         raise CheckError(
             Problem(
                 "check-mismatch",
@@ -627,37 +497,29 @@ def _agreed(findings: Findings, norm: float | None) -> ComparedModels:
                 hint="pass a batch, and models that return tensors",
             )
         )
-    return ComparedModels(findings.compared, tuple(f"{name} ({why})" for name, why in unchecked.items()), norm)
+    return ComparedModels(compared, tuple(f"{row.name} ({row.reason})" for row in of_all), norm)
 
 
-def _raise_on_all(what: str, fault: Exception | None) -> None:
-    """Raise any rank's error on every rank.
+def _on_all_ranks(what: str, work: Callable[[], T]) -> T:
+    """Return the result of `work`, or raise any rank's error on every rank.
 
     Raises:
         PlanError: The fault of a rank was a `PlanError` that is no failed check.
         CheckError: Some other error.
     """
-    everyone = _gather(_as_problems(what, fault))
-    by_rank = {rank: problems for rank, (problems, _) in enumerate(everyone) if problems}
-    if not by_rank:
-        return
-    is_plan = all(plan for problems, plan in everyone if problems)
-    problems = list(dict.fromkeys(problem for of_rank in by_rank.values() for problem in of_rank))[:SHOWN]
-    ranks = f" (ranks {', '.join(map(str, by_rank))})" if len(by_rank) < dist.get_world_size() else ""
-    raise (PlanError if is_plan else CheckError)(problems, f"{what} raised{ranks}:") from fault
-
-
-def _as_problems(what: str, fault: Exception | None) -> tuple[tuple[Problem, ...], bool]:
-    if fault is None:
-        return (), True
+    result, fault = capture_errors(work)
+    is_plan = isinstance(fault, PlanError) and not isinstance(fault, CheckError)
+    problems: tuple[Problem, ...] = ()
     if isinstance(fault, PlanError):
-        return fault.problems, not isinstance(fault, CheckError)
-    lines = str(fault).splitlines() or [""]
-    return (
-        Problem(
-            "check-raises",
-            what,
-            found=f"{type(fault).__name__}: {lines[0]}",
-            hint="call the model alone with this batch first",
-        ),
-    ), False
+        problems = fault.problems
+    elif fault is not None:
+        text = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0]}"
+        problems = (Problem("check-raises", what, found=text, hint="call the model alone with this batch first"),)
+    everyone = _gather((problems, is_plan))
+    failed = [rank for rank, (own, _) in enumerate(everyone) if own]
+    if not failed:
+        return cast(T, result)
+    of_plans = all(everyone[rank][1] for rank in failed)
+    unique = list(dict.fromkeys(problem for own, _ in everyone for problem in own))[:SHOWN]
+    ranks = f" (ranks {', '.join(map(str, failed))})" if len(failed) < len(everyone) else ""
+    raise (PlanError if of_plans else CheckError)(unique, f"{what} raised{ranks}:") from fault

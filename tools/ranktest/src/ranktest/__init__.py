@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ranktest.calls import functions_entered as functions_entered
+    from ranktest.compiler import warm_up_compiler as warm_up_compiler
     from ranktest.fake import FakeCudaError as FakeCudaError
     from ranktest.fake import fake_cuda as fake_cuda
     from ranktest.fake import fake_mesh as fake_mesh
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from ranktest.recording import Event as Event
     from ranktest.recording import Log as Log
 
-__all__ = ["Ranks", "Event", "Log", "fake_cuda", "fake_mesh", "FakeCudaError", "functions_entered"]
+__all__ = ["Ranks", "Event", "Log", "fake_cuda", "fake_mesh", "FakeCudaError", "functions_entered", "warm_up_compiler"]
 
-_MODULES = ("ranks", "recording", "recording", "fake", "fake", "fake", "calls")  # one for each name
+_MODULES = ("ranks", "recording", "recording", "fake", "fake", "fake", "calls", "compiler")  # one for each name
 
 
 def __getattr__(name: str) -> object:

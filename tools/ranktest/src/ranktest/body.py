@@ -81,10 +81,14 @@ def _imported_since(before: set[str]) -> tuple[str, ...]:
 
 
 def load_module(path: str) -> ModuleType:
-    """Import a test module by path, with pytest's assertion rewriting, once."""
+    """Import a test module by path, with pytest's assertion rewriting, once; then call its `before_ranks()`.
+
+    Ranks that are forked later find what the function has done: `warm_up_compiler`, for example, has traced a step.
+    """
     if path not in _modules:
         with _warning_filters(()):
             _modules[path] = compat.import_test_module(_config, Path(path))
+        getattr(_modules[path], "before_ranks", tuple)()
     return _modules[path]
 
 

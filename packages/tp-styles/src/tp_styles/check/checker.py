@@ -36,8 +36,9 @@ from tp_styles._torch_compat import (
     without_dispatch_modes,
 )
 from tp_styles.check import RUNNING, Running, running
-from tp_styles.check.compare import ALIKE, Comparison, Difference, Stage, Verdict, cotangents, problem
+from tp_styles.check.compare import ALIKE, Comparison, Stage, Verdict, cotangents, problem
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
+from tp_styles.check.rows import Row, joined, tolerance_of
 from tp_styles.check.runs import Original, Run, Trace, Weights, full_numel, has_fsdp_below
 from tp_styles.check.watched_loss import watch_loss
 from tp_styles.plan.model import TPPlan
@@ -220,7 +221,7 @@ class Both:
 
     dtype: torch.dtype | None
     lively: bool
-    copies: tuple[Copies, ...] = ()
+    copies: list[Copies] = field(default_factory=list)
     weights: Weights | None = None
     sharded: Attempt | None = None
     reference: Attempt | None = None
@@ -440,8 +441,8 @@ class Checker:
             if type(parameter) is nn.Parameter and not hasattr(parameter, "_sharding_info"):
                 value = parameter.detach()
                 if not is_close(value, agreed_values(value, self.axis, 0)):
-                    different.append(Difference("replica", name, 0.0))
-        if union := self.union(different):
+                    different.append(Row("replica", name))
+        if differing := self.joined(different):
             raise CheckError(
                 Problem(
                     "replicas-differ",
@@ -450,7 +451,7 @@ class Checker:
                     hint="seed every rank alike before the model is made, load one checkpoint on all, or broadcast from"
                     " one rank",
                 )
-                for item in union
+                for item in differing
             )
 
     # ------------------------------------------------------------------ both runs
@@ -490,17 +491,18 @@ class Checker:
     def _prepare(self, scope: Scope, call: Call, both: Both) -> str:
         """Copy a call's inputs for both runs, and prepare their weights; return the text of an error."""
         copies = partial(call.inputs.copies, both.dtype, noise=both.lively)
-        ours, wanted = self._attempt(partial(copies, full=False)), self._attempt(partial(copies, full=True))
-        weights = self._attempt(lambda: Weights(scope.module, self.axis, both.dtype, lively=both.lively))
-        both.copies, both.weights = (ours.value, wanted.value), weights.value
-        return ours.failure or wanted.failure or weights.failure
+        weights = partial(Weights, scope.module, self.axis, both.dtype, lively=both.lively)
+        prepared = self._attempt(lambda: (copies(full=False), copies(full=True), weights()))
+        if prepared.value is not None:
+            *both.copies, both.weights = prepared.value
+        return prepared.failure
 
     def _compared(self, scope: Scope, call: Call, both: Both) -> Verdict:
         """Compare both runs: outputs, then gradients, then buffers; the same verdict on every rank."""
         may_leave, has_partial = self.may_leave or not scope.is_root, scope.has_partial_output
         comparison = Comparison(self.axis, has_partial, may_leave, only_first=not scope.is_root)
         constant = call.inputs.is_constant or (call.inputs.has_noise and not both.lively)
-        verdict = Verdict(compared=comparison.compared, blank=comparison.blank, is_constant=constant)
+        verdict = Verdict(rows=comparison.rows, is_constant=constant)
         if both.sharded is None:
             return verdict.failed(both.failure or (both.reference.failure if both.reference else ""))
         sharded, reference = both.sharded, both.reference
@@ -516,8 +518,7 @@ class Checker:
             if sharded.value is None:
                 if reference.value is not None and not sharded.is_apart:
                     own, _ = sharded.errors[self.axis.rank]
-                    differences = [Difference("raises", both.place, math.inf, own)] if own else []
-                    verdict.differences = self.union(differences)
+                    verdict.found = self.joined([Row("raises", both.place, reason=own)] if own else [])
                 elif not both.lively:
                     self._raise_lone_error(scope, sharded, "the sharded forward")
                 return verdict.failed(sharded.failure)
@@ -528,23 +529,23 @@ class Checker:
                 self._compare_generators(scope)
             verdict.stage = Stage.OUTPUTS
             comparison.tolerance = self.tolerance(constants)
-            differences, outputs = comparison.outputs(sharded.value, reference.value)
-            verdict.differences = self.union(differences)
+            outputs = comparison.outputs(sharded.value, reference.value)
+            verdict.found = self.joined(comparison.rows)
             if any(item.kind == "output" for item in verdict.differences):
                 verdict.place = self._first_difference(scope, call, both, comparison)
             full = [output.layout == "full" for output in outputs if output.is_output]
             verdict.is_closed = len(full) > 0 and all(full)
             verdict.local = tuple(output.path for output in outputs if output.is_local_shard)
-            starts = cotangents(outputs, self.axis)
+            starts = cotangents(outputs)
             if not verdict.differences and call.mode[1] and starts[0][0]:
                 if failure := self._backward(scope, verdict, both, (sharded.value, reference.value), starts):
                     return verdict.failed(failure)
                 comparison.tolerance = 10 * self.tolerance(constants)  # gradients are sums over the batch
-                verdict.differences = self.union(comparison.gradients(sharded.value, reference.value, *both.copies))
+                comparison.gradients(sharded.value, reference.value, *both.copies)
             verdict.stage = Stage.ALL
-            verdict.differences = verdict.differences or self.union(comparison.buffers(sharded.value, reference.value))
-            everyone = self.axis.all_gather_objects(comparison.blank, "the check")
-            verdict.blank = [name for name in dict.fromkeys(comparison.blank) if all(name in item for item in everyone)]
+            if not verdict.differences:
+                comparison.buffers(sharded.value, reference.value)
+                verdict.found = self.joined(comparison.rows)
         if verdict.stage == Stage.ALL and verdict.is_closed and not (verdict.differences or call.inputs.has_shards):
             scope.verified.add(call.mode)
         return verdict
@@ -732,8 +733,7 @@ class Checker:
 
     def tolerance(self, runs: Precision) -> float:
         """Return the relative tolerance: rounding of the coarsest type in the runs of all ranks."""
-        epsilon = float(max(self.axis.all_gather_objects(runs.epsilon, "the check")))
-        return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
+        return tolerance_of(max(self.axis.all_gather_objects(runs.epsilon, "the check")))
 
     def _attempt(self, act: Callable[[], Any]) -> Attempt:
         """Run an action on all ranks. An error on one of them ends it on the others before their next collective."""
@@ -756,15 +756,10 @@ class Checker:
             errors = tuple((f"goes on to {name or 'its end'}, other ranks do not", False) for _, name in everyone)
         return Attempt(None, errors, is_lone=count < self.axis.size)
 
-    def union(self, differences: list[Difference]) -> list[Difference]:
-        """Return the largest differences of all ranks, one list for every rank."""
-        everyone = self.axis.all_gather_objects(differences, "the check")
-        worst: dict[tuple[str, str], Difference] = {}
-        for difference in (item for rank in everyone for item in rank):
-            key = (difference.kind, difference.name)
-            if key not in worst or worst[key].error < difference.error:
-                worst[key] = difference
-        return list(worst.values())
+    def joined(self, rows: list[Row]) -> list[Row]:
+        """Return the largest differences of all ranks, and what none has compared; one list for every rank."""
+        apart = [row for row in rows if row.verdict != "equal"]
+        return joined(self.axis.all_gather_objects(apart, "the check"))
 
 
 # In the order of their plans.

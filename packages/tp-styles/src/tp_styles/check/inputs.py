@@ -301,7 +301,9 @@ class ConstantRandomness(Precision):
         if (group := group_of(func, args)) is not None:
             before_collective(group, _call_text(func, args))
         if not is_random(func, args, kwargs):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = func(*args, **kwargs)
+            self.note(func, args, result)
+            return result
         self.has_drawn = True
         name = func._schema.name.partition("::")[2]
         if name == "native_dropout":  # the output and its mask

@@ -229,7 +229,7 @@ class Trace:
             pass  # the forward of a module inside has raised, and the module around it has caught the error
         if self.keeps:
             name = self.names.get(module) or type(module).__name__
-            self.outputs.setdefault(name, []).append(next((x.detach() for _, x in tensors_in(output)), None))
+            self.outputs.setdefault(name, []).append(next((x.detach().clone() for _, x in tensors_in(output)), None))
 
     def place(self) -> str:
         """Return the innermost module of an error, with global shapes of its parameters."""

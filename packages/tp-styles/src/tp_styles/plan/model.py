@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from tp_styles._torch_compat import TorchParallelStyle
 from tp_styles.problems import PlanError, Problem, StyleModuleError
-from tp_styles.values import ModuleInfo, NoTransfer, Redistribution, Split, Step, StyleSpec, is_below
+from tp_styles.values import ModuleInfo, NoTransfer, ParameterSpec, Redistribution, Split, Step, StyleSpec, is_below
 
 # Number of the JSON form that `to_json` writes.
 FORMAT = 1
@@ -103,6 +103,11 @@ class TPPlan:
             ],
             "problems": [vars(problem) for problem in self.problems],
         }
+
+    @cached_property
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """The decision for each styled parameter, by FQN."""
+        return {module.info.where(name): spec for module in self.modules for name, spec in module.spec.parameters}
 
     @cached_property
     def regions(self) -> Regions:

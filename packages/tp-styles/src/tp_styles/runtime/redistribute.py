@@ -113,6 +113,18 @@ class TPGroup:
         part: torch.Tensor = out if own == largest else out.narrow(dim, 0, own).contiguous()  # without padding
         return part
 
+    def exchange(
+        self, x: torch.Tensor, received: list[int] | None = None, sent: list[int] | None = None
+    ) -> torch.Tensor:
+        """Exchange rows of dim 0: as many from and to each rank as the lists say, equally many without them."""
+        x = x.contiguous()
+        if is_compiling():
+            out: torch.Tensor = functional_collectives.all_to_all_single(x, received, sent, (self.mesh, 0))
+            return out
+        out = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x, received, sent, group=self.group)
+        return out
+
     def all_to_all(
         self,
         x: torch.Tensor,
@@ -130,12 +142,7 @@ class TPGroup:
             shape[source_dim], shape[dim] = size, sizes[self.rank]
             shapes.append(shape)
         received = [math.prod(shape) for shape in shapes]
-        sent = [chunk.numel() for chunk in pieces]
-        if is_compiling():
-            out = functional_collectives.all_to_all_single(packed, received, sent, (self.mesh, 0))
-        else:
-            out = packed.new_empty(sum(received))
-            dist.all_to_all_single(out, packed, received, sent, group=self.group)
+        out = self.exchange(packed, received, [chunk.numel() for chunk in pieces])
         parts = [part.view(shape) for part, shape in zip(torch.split(out, received), shapes, strict=True)]
         return torch.cat(parts, dim=source_dim)
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from tp_styles._torch_compat import functional_collectives, is_compiling
+from tp_styles._torch_compat import is_compiling
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.redistribute import TPGroup
 
@@ -105,13 +104,7 @@ class SequenceMoves:
             case "scatter":
                 full = order.ranked(x, dim)
                 return axis.reduce_scatter(full, dim, [full.shape[dim] // axis.size] * axis.size)
-        x = x.contiguous()
-        if is_compiling():
-            moved: torch.Tensor = functional_collectives.all_to_all_single(x, None, None, (axis.mesh, 0))
-            return moved
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=axis.group)
-        return out
+        return axis.exchange(x)
 
 
 class _Moved(torch.autograd.Function):

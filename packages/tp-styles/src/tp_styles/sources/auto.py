@@ -111,12 +111,7 @@ def _gathered(model: nn.Module, plan: TPPlan) -> dict[str, ParallelStyle]:
 
 def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
     """Return the sharded share of a model's elements, and names of the largest unsharded parameters."""
-    sharded = {
-        module.info.where(name)
-        for module in plan.modules
-        for name, spec in module.spec.parameters
-        if not spec.split.is_replicated
-    }
+    sharded = {name for name, spec in plan.parameters.items() if not spec.split.is_replicated}
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     left = {tied[0]: sizes[tied[0]] for tied in names_of_parameters(model) if not sharded.intersection(tied)}
     total = sum(sizes.values())
@@ -149,10 +144,8 @@ def _without_mistakes(model: nn.Module, styles: dict[str, ParallelStyle], tp_siz
     unstyled = {parameter.name for parameter in planned.unstyled}
     mixing = {problem.name for problem in analysis.left_whole.values() if problem.code == "partial-gradient"} & unstyled
     dropped = [name.rpartition(".")[0] for name in mixing]
-    splits = {
-        styled.info.where(name): spec.split for styled in planned.modules for name, spec in styled.spec.parameters
-    }
-    cuts = AxisCuts("tp", tp_size, {name: split for name, split in splits.items() if not split.is_replicated})
+    splits = {name: spec.split for name, spec in planned.parameters.items() if not spec.split.is_replicated}
+    cuts = AxisCuts("tp", tp_size, splits)
     # Inkling's own plan gives a rank rows of the gate alone, or of what it gates, where one weight holds both.
     for block in analysis.units:
         left = unstyled.intersection(block.replicated)  # norms of heads, whose gradients nobody sums (sarvam_moe)
@@ -178,10 +171,7 @@ def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> 
     remaining = dict(styles)
     changed = True
     while changed:  # dropping a head's style drops its tied embedding's too
-        modules = plan_styles(model, remaining, 2).modules
-        claimed = {
-            styled.info.where(name).rpartition(".")[0] for styled in modules for name, _ in styled.spec.parameters
-        }
+        claimed = {name.rpartition(".")[0] for name in plan_styles(model, remaining, 2).parameters}
         broken = [names & claimed for names in owners if len(names) > 1 and names - claimed and names & claimed]
         changed = any(remaining.pop(name, None) is not None for names in broken for name in names)
     return remaining

@@ -10,25 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from tp_styles import _torch_compat
 from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.problems import own_errors
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.apply import apply_plan
+from tp_styles.plan.planned import plan_styles
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.parameters import split_of
-from tp_styles.sources.axis_splits import AxisCuts, cuts_on_axis, rows_of
+from tp_styles.sources.axis_splits import AxisCuts, cuts_on_axis
 from tp_styles.sources.blocks import Conversion
 from tp_styles.styles.expert_parallel import ExpertParallel, expert_modules
-from tp_styles.values import Split, describe, is_below
+from tp_styles.values import Split, describe, is_below, names_of_parameters
 
 if TYPE_CHECKING:
     from shard_spec import Layout, ShardingPlan
     from torch.distributed.device_mesh import DeviceMesh
 
     from tp_styles.check.checker import Check
+    from tp_styles.plan.model import TPPlan
     from tp_styles.styles.base import ParallelStyle
 
 
@@ -117,22 +118,7 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
     data = tuple(axis for axis in names if axis in _DATA_AXES and mesh[axis].size() > 1)
     for axis in names:
         if axis in styles:
-            handle = apply_plan(model, mesh[axis], styles[axis], check=check)
-            problems = [*_differences(model, cuts_on_axis(plan, model, axis), mesh[axis])]
-            if sharding & set(data):
-                # FSDP2 would take a local shard for the full parameter, and store it so in a checkpoint.
-                problems += [
-                    Problem(
-                        "plan-not-executable",
-                        name,
-                        found="a shard that no DTensor describes cannot be sharded again by FSDP2",
-                        hint="use DistributedDataParallel (tp_ddp_bridge), or plan without kv copies and fused order",
-                    )
-                    for name in _local(model)
-                ]
-            if problems:
-                handle.undo()  # unchanged model
-                raise PlanError(problems)
+            apply_plan(model, mesh[axis], styles[axis], check=check)
     if data:
         local = _local(model)
         # By identity: FSDP2 passes a parameter without its name, before it replaces it.
@@ -176,8 +162,28 @@ def _decided(
     if problems:
         raise PlanError(problems, "the plan cannot be carried out on this mesh:")
     sharding = [axis for axis in names if any(_dim(layout, axis) is not None for layout in layouts.values())]
-    model_axes = [axis for axis in sharding if axis not in _DATA_AXES]
-    return layouts, {axis: from_sharding_plan(plan, model, axis=axis) for axis in model_axes}
+    shards_data = any(axis in _DATA_AXES and mesh[axis].size() > 1 for axis in sharding)
+    styles: dict[str, dict[str, ParallelStyle]] = {}
+    for axis in (axis for axis in sharding if axis not in _DATA_AXES):
+        styles[axis] = from_sharding_plan(plan, model, axis=axis)
+        planned = plan_styles(model, styles[axis], mesh[axis].size())
+        planned.raise_problems()
+        problems += _differences(model, cuts_on_axis(plan, model, axis), planned)
+        if shards_data:
+            # FSDP2 would take a local shard for the full parameter, and store it so in a checkpoint.
+            problems += [
+                Problem(
+                    "plan-not-executable",
+                    name,
+                    found="a shard that no DTensor describes cannot be sharded again by FSDP2",
+                    hint="use DistributedDataParallel (tp_ddp_bridge), or plan without kv copies and fused order",
+                )
+                for name, spec in planned.parameters.items()
+                if not spec.split.is_plain(planned.tp_size)
+            ]
+    if problems:
+        raise PlanError(problems)
+    return layouts, styles
 
 
 def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, Layout]) -> list[Problem]:
@@ -214,22 +220,17 @@ def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, 
     return problems
 
 
-def _differences(model: nn.Module, cuts: AxisCuts, mesh: DeviceMesh) -> Iterator[Problem]:
-    """Compare this rank's shards along the model axis with the plan."""
-    for name, parameter in model.named_parameters():
-        planned = cuts.splits.get(name, Split.replicated())
-        info, actual = sharding_info_of(parameter), Split.replicated()
-        if info is not None:
-            actual = split_of(info)
-        elif isinstance(parameter, DTensor) and isinstance(placement := parameter.placements[0], Shard):
-            actual = Split.along(placement.dim, parameter.shape[placement.dim])
-        rank, size = mesh.get_local_rank(), mesh.size()
-        same = actual.dim == planned.dim
-        if not same or (actual.dim is not None and rows_of(actual, rank, size) != rows_of(planned, rank, size)):
+def _differences(model: nn.Module, cuts: AxisCuts, planned: TPPlan) -> Iterator[Problem]:
+    """Compare the splits of the styles with those of the plan, before anything is changed."""
+    for tied in names_of_parameters(model):
+        split = next((planned.parameters[name].split for name in tied if name in planned.parameters), None)
+        wanted = cuts.splits.get(tied[0], Split.replicated())
+        both_full = wanted.is_replicated and (split is None or split.is_replicated)
+        if not both_full and (split is None or not cuts.agree(tied[0], split)):
             yield Problem(
                 "layout-mismatch",
-                name,
-                found=f"{actual}, planned is {planned}",
+                tied[0],
+                found=f"{split or Split.replicated()}, planned is {wanted}",
                 hint="report this: the plan was accepted",
             )
 
