@@ -334,8 +334,8 @@ HINTS = {
     " for what needs all features",
     "gradient": "each rank has a partial sum of this gradient: NoParallel(sum_gradient=True) for its module (norms= of"
     " GQAParallel), or a style that shards it",
-    "input-gradient": "the ranks' gradients of the input are not summed: each rank uses it on a shard. For an argument beside"
-    " column-wise layers: BlockParallel(sum_gradient=(name of the argument,)) for the module that takes it",
+    "input-gradient": "the ranks' gradients of the input are not summed: each rank uses it on a shard. For an argument"
+    " beside column-wise layers: BlockParallel(sum_gradient=(its name,)) for the module that takes it",
     "raises": "a layer after a column-wise one takes its shard: RowwiseParallel() for it, or"
     " ColwiseParallel(output_layouts=Replicate()) for the one before; RowwiseParallel(input_layouts=Replicate())"
     " for a full input; local sizes where code has numbers of its own; BlockParallel(shard={name: dim}) for a module's"
