@@ -1,12 +1,16 @@
 """Blocks of a model that are alike, and a step in which those in the middle hand on their input.
 
 A model of 80 layers runs six of them; :func:`shard_spec.estimate.timeline.expanded` writes the log of the others. Two
-blocks are alike if their classes, attributes, tensors and layouts are equal; an attribute may be a block's number. A
-block in the middle has to be called as its peer was, with another hidden state of the same form.
+blocks are alike if their classes, attributes, tensors and layouts are equal; an attribute that no forward reads may be
+a block's number. A block in the middle has to be called as its peer was, with another hidden state of the same form.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +22,7 @@ import torch
 from torch import nn
 
 from shard_spec.estimate.fully_shard import block_names, replaced
-from shard_spec.estimate.timeline import FIRST, LAST, Groups, Timeline, facts_of
+from shard_spec.estimate.timeline import FIRST, LAST, Groups, Timeline
 from shard_spec.plan.resolve import Resolution
 
 _LEAST = FIRST + LAST + 2  # groups that are worth a second look
@@ -62,36 +66,70 @@ def _groups_from(names: list[str], blocks: list[nn.Module], start: int, size: in
     def is_like_next(at: int) -> bool:
         after = at + size
         fits = after < len(names) and tensors[names[at]] == tensors[names[after]]
-        return fits and _are_alike(blocks[at], blocks[after], size)
+        return fits and _are_alike(blocks[at], blocks[after], size, frozenset(map(type, blocks[at].modules())))
 
     alike = size + sum(1 for _ in takewhile(is_like_next, count(start)))
     return [tuple(names[at : at + size]) for at in range(start, start + alike - size + 1, size)]
 
 
-def _are_alike(one: nn.Module, other: nn.Module, distance: int) -> bool:
-    """Return True if two modules differ in no attribute but numbers of blocks, which are ``distance`` apart."""
+def _are_alike(one: nn.Module, other: nn.Module, distance: int, classes: frozenset[type]) -> bool:
+    """Return True if two modules differ in no attribute but numbers that no forward reads, ``distance`` apart.
+
+    Args:
+        one: A block, or a module inside of it.
+        other: Its peer.
+        distance: Number of blocks from the one to the other.
+        classes: Classes of the block's modules.
+    """
     ours, theirs = vars(one), vars(other)
     if type(one) is not type(other) or ours.keys() != theirs.keys() or one._modules.keys() != other._modules.keys():
         return False
     if "forward" in ours:  # of this very module
         return False
-    if not all(_is_equal(ours[name], theirs[name], distance) for name in ours if name not in _REGISTERED):
-        return False
+    different = [name for name in ours if name not in _REGISTERED and not _is_equal(ours[name], theirs[name])]
+    for name in different:
+        numbers = type(ours[name]) is type(theirs[name]) is int and theirs[name] - ours[name] == distance
+        if not numbers or any(reads_number(each, name) for each in classes):
+            return False
     pairs = zip(one._modules.values(), other._modules.values(), strict=True)
     return all(
         first is second is None
-        or (first is not None and second is not None and first is not second and _are_alike(first, second, distance))
+        or (first is not None and second is not None and _are_alike(first, second, distance, classes))
         for first, second in pairs
     )
 
 
-def _is_equal(one: Any, other: Any, distance: int) -> bool:
+@functools.cache
+def reads_number(kind: type, name: str) -> bool:
+    """Return True if code of a module's class may depend on the attribute ``name``, such as ``layer_idx``.
+
+    A cache gets a block's number in ``update``, for its own list, and a test for None tells no two numbers apart.
+    """
+    functions = (each for base in kind.__mro__ if base is not nn.Module for each in vars(base).values())
+    for function in (each for each in functions if inspect.isfunction(each) and each.__name__ != "__init__"):
+        try:
+            source = textwrap.dedent(inspect.getsource(function))
+            nodes = list(ast.walk(ast.parse(source))) if name in source else []
+        except (OSError, TypeError, SyntaxError):  # no source: anything may be read
+            return True
+        calls = [each for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)]
+        updates = [each for each in calls if isinstance(each.func, ast.Attribute) and each.func.attr == "update"]
+        harmless = {id(value) for call in updates for value in (*call.args, *(word.value for word in call.keywords))}
+        tests = [each for each in nodes if isinstance(each, ast.Compare)]
+        harmless |= {id(each.left) for each in tests if all(isinstance(op, ast.Is | ast.IsNot) for op in each.ops)}
+        reads = [each for each in nodes if isinstance(each, ast.Attribute) and each.attr == name]
+        if any(id(each) not in harmless for each in reads):
+            return True
+    return False
+
+
+def _is_equal(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, partial):
         one, other = ((each.func, each.args, each.keywords) for each in (one, other))
     try:
-        return bool(one == other) or (type(one) is int and other - one == distance)
+        return bool(one == other)
     except Exception:  # tensors and arrays, for example
         return False
 
@@ -149,8 +187,10 @@ class SkippedBlocks:
         """True if each of them was called once, in its order and as its peer was."""
         return self._skipped == self.names
 
-    def _facts(self, tensor: torch.Tensor) -> Any:
-        return facts_of(tensor), self._axes_of(tensor)
+    def _facts(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Return what a block may tell two hidden states on the meta device apart by."""
+        memory = tensor.storage_offset(), tensor.untyped_storage().nbytes(), self._axes_of(tensor)
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_leaf, *memory
 
     def _start(self, name: str, at: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._timeline.in_backward():  # a recomputation is no new start

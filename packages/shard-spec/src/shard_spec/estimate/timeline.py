@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import torch
-
 FIRST, LAST = 3, 3  # groups of alike blocks that run
 
 
@@ -138,7 +136,41 @@ def expanded(log: Log, groups: Groups) -> Log | None:
     gradient that the last block gets was allocated by the head.
     """
     running, more = [*groups[:FIRST], *groups[-LAST:]], len(groups) - FIRST - LAST
-    firsts = [group[0] for group in running]
+    parts = _parts(log, [group[0] for group in running])
+    if parts is None:
+        return None
+    places: dict[Allocation, Place] = {}
+    for (half, group), entries in parts.items():
+        born = [value for kind, value in entries if kind == "+"]
+        start = _first_number(half, entries)
+        places.update({each: (half, group, number) for number, each in enumerate(born, start)} if half else {})
+    blocks = {name: (group, at) for group, names in enumerate(running) for at, name in enumerate(names)}
+    items = {part: [_item(*entry, part[1], places, blocks) for entry in entries] for part, entries in parts.items()}
+    for half, alike in ("F", range(1, len(running) - 1)), ("B", range(FIRST - 1, len(running) - 2)):
+        first, *others = ([each[:2] for each in items[half, group]] for group in alike)
+        if any(other != first for other in others):
+            return None
+    made: dict[Place, Allocation] = {}
+    origins: dict[Allocation, Allocation] = {}
+    result: Log = []
+    between = range(FIRST, FIRST + more)
+    *_, last = parts
+    for half, group in parts:
+        if (half, group) in (last, ("F", len(running) - 1)):
+            ending = _with_copies(items[half, group], places, made, between, result)
+            if ending is None:
+                return None
+            items[half, group] = ending
+        position = group if group < FIRST else group + more
+        result += _written(items[half, group], (half, position), groups, made, None)
+        after = ("F", FIRST - 1), ("B", FIRST)  # parts that the groups in the middle follow
+        for copied in () if (half, group) not in after else between if half == "F" else reversed(between):
+            result += _written(items[half, FIRST - 1], (half, copied), groups, made, origins)
+    return result if _is_consistent(log, result, origins) else None
+
+
+def _parts(log: Log, firsts: list[str]) -> dict[tuple[str, int], Log] | None:
+    """Return the parts of a log in their order: before the blocks, forward ("F") and backward ("B") of each group."""
     starts = [at for at, (kind, value) in enumerate(log) if kind == "block" and value in firsts]
     if [log[at][1] for at in starts] != firsts or ("begin", "backward") not in log:
         return None
@@ -156,42 +188,22 @@ def expanded(log: Log, groups: Groups) -> Log | None:
     for at, (kind, value) in enumerate(log[begin:], begin):
         if kind == "-" and value in of_group:
             cuts.setdefault(of_group[value], at)
-    bounds = [0, *starts, *(cuts.get(group, -1) for group in reversed(range(len(running)))), len(log)]
+    numbers = range(len(firsts))
+    bounds = [0, *starts, *(cuts.get(group, -1) for group in reversed(numbers)), len(log)]
     if bounds != sorted(bounds):
         return None
-    order = [("", 0), *(("F", at) for at in range(len(running))), *(("B", at) for at in reversed(range(len(running))))]
-    parts = {part: log[start:stop] for part, (start, stop) in zip(order, pairwise(bounds), strict=True)}
-    places: dict[Allocation, Place] = {}
-    for (half, group), entries in parts.items():
-        born = [value for kind, value in entries if kind == "+"]
-        start = _first_number(half, entries)
-        places.update({each: (half, group, number) for number, each in enumerate(born, start)} if half else {})
-    blocks = {name: (group, at) for group, names in enumerate(running) for at, name in enumerate(names)}
-    items = {part: [_item(*entry, part[1], places, blocks) for entry in entries] for part, entries in parts.items()}
-    for half, alike in ("F", range(1, len(running) - 1)), ("B", range(FIRST - 1, len(running) - 2)):
-        first, *others = ([each[:2] for each in items[half, group]] for group in alike)
-        if any(other != first for other in others):
-            return None
-    made: dict[Place, Allocation] = {}
-    origins: dict[Allocation, Allocation] = {}
-    result: Log = []
-    between = range(FIRST, FIRST + more)
-    for half, group in order:
-        if (half, group) in (order[-1], ("F", len(running) - 1)):
-            ending = _with_copies(items[half, group], places, made, between, result)
-            if ending is None:
-                return None
-            items[half, group] = ending
-        position = group if group < FIRST else group + more
-        result += _written(items[half, group], (half, position), groups, made, None)
-        after = ("F", FIRST - 1), ("B", FIRST)  # parts that the groups in the middle follow
-        for copied in () if (half, group) not in after else between if half == "F" else reversed(between):
-            result += _written(items[half, FIRST - 1], (half, copied), groups, made, origins)
-    freed_before = {value for kind, value in log if kind == "-"}
+    order = [("", 0), *(("F", group) for group in numbers), *(("B", group) for group in reversed(numbers))]
+    return {part: log[start:stop] for part, (start, stop) in zip(order, pairwise(bounds), strict=True)}
+
+
+def _is_consistent(log: Log, result: Log, origins: dict[Allocation, Allocation]) -> bool:
+    """Return True if nothing is freed twice, and each allocation is freed if it or its origin was in ``log``."""
+    *_, end = (at for at, (kind, _) in enumerate(log) if kind == "+")
+    freed_before = {value for at, (kind, value) in enumerate(log) if kind == "-" and at < end}
     freed = Counter(value for kind, value in result if kind == "-")
-    allocated = [value for kind, value in result if kind == "+"]
-    right = all((each in freed) == (origins.get(each, each) in freed_before) for each in allocated)
-    return result if right and max(freed.values(), default=0) < 2 else None
+    allocated = (value for kind, value in result if kind == "+")
+    same = all((each in freed) == (origins.get(each, each) in freed_before) for each in allocated)
+    return same and max(freed.values(), default=0) < 2
 
 
 def _with_copies(
@@ -266,9 +278,3 @@ def _written(
             value = axis, op, what, groups[group + distance][at] + name, *rest
         log.append((kind, value))
     return log
-
-
-def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a block may tell two inputs of the meta device apart by."""
-    memory = tensor.storage_offset(), tensor.untyped_storage().nbytes()
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_leaf, *memory
