@@ -101,7 +101,7 @@ def _are_alike(one: nn.Module, other: nn.Module, distance: int, classes: frozens
 
 @functools.cache
 def reads_number(kind: type, name: str) -> bool:
-    """Return True if code of a module's class may depend on the attribute ``name``, such as ``layer_idx``.
+    """Return True if code of a module's class may depend on the attribute ``name``, a block's number.
 
     A cache gets a block's number in ``update``, for its own list, and a test for None tells no two numbers apart.
     """
