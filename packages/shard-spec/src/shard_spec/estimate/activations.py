@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -47,6 +47,7 @@ from shard_spec.estimate.fully_shard import (
     units_of,
 )
 from shard_spec.estimate.kernels import Autocast, copied_operands, flops_of, run_operator, uncounted_workspace
+from shard_spec.estimate.repeats import SkippedBlocks, repeated_groups
 from shard_spec.estimate.step_options import (
     Batch,
     Loss,
@@ -58,6 +59,7 @@ from shard_spec.estimate.step_options import (
     policy_of,
     role,
 )
+from shard_spec.estimate.timeline import Allocation, Groups, Timeline, expanded
 from shard_spec.plan.axis_roles import AxisRoles
 from shard_spec.plan.metadata import ModelMetadata, original_of
 from shard_spec.plan.resolve import Resolution
@@ -116,7 +118,7 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
         notes.append("the forward reads a choice of topk (routing): it counts as even, experts in turn by token")
     if any(each.stored_bytes is not None for each in step.metadata.parameters):
         notes.append("quantised weights: copies that kernels dequantise for a product are not counted")
-    if any(op == "all_gather" and name == "attention" for _, op, _, name, *_ in step.flow.collectives):
+    if any(op == "all_gather" and name == "attention" for _, op, _, name, *_ in step.timeline.all("sent")):
         notes.append("keys of all ranks: a mask for a kernel that is not causal by offset is not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
@@ -130,18 +132,21 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
     # Gradients of earlier batches are there, unless they are held in full until the last one; DDP's views always are.
     lasts = options.get("accumulate", 1) > 1 and options.get("sync") != "last"
     no_more = lasts or options.get("ddp") == "views"
+    local_bytes = Counter(step.input_bytes)
+    for size, stage in (each.kept for each in step.timeline.all("+")):
+        local_bytes[stage] += size
 
     def estimate(stage: int) -> ActivationEstimate:
-        peak, moment, shares, to_come = step.flow.timeline.peak(step.first_of_loss, stage)
+        peak, moment, shares, to_come = step.timeline.peak(step.first_of_loss, stage)
         to_come = 0.0 if no_more else to_come
-        local, more = step.local_bytes.get(stage, 0), (tuple(notes), step.roles.assumptions)
+        local, more = local_bytes[stage], (tuple(notes), step.roles.assumptions)
         return ActivationEstimate(local, peak, moment, *shares, *more, to_come)
 
     if step.stages is None:
         return estimate(0)
-    saved = human_bytes(max(step.local_bytes.values(), default=0))
+    saved = human_bytes(max(local_bytes.values(), default=0))
     notes.append(f"{step.stages.axis}: one batch at a time on each stage; for each more in flight add up to {saved}")
-    if step.flow.timeline.gathered:
+    if any(each.gathered for each in step.timeline.all("+")):
         notes.append(f"{step.stages.axis}: layers outside of the blocks count as gathered on the first stage")
     by_stage = tuple(map(estimate, range(step.stages.count)))
     fullest = max(by_stage, key=lambda each: each.peak_bytes)
@@ -149,7 +154,25 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
 
 
 def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options: Unpack[StepOptions]) -> Step:
-    """Run forward, loss and backward on the meta device, and return what was recorded."""
+    """Run forward, loss and backward on the meta device, and return what was recorded.
+
+    Of many blocks that are alike a few run, if the log of the step is that of all of them.
+    """
+    found = repeated_groups(original_of(module), resolution)
+    if found:
+        with suppress(Exception):  # a step in which all blocks run raises its own error
+            step = _simulated(resolution, module, batch, options, found)
+            if step is not None:
+                return step
+    step = _simulated(resolution, module, batch, options, [])
+    assert step is not None  # nothing was left out
+    return step
+
+
+def _simulated(
+    resolution: Resolution, module: nn.Module, batch: Batch, options: StepOptions, found: list[Groups]
+) -> Step | None:
+    """Return a step in which the middle of the ``found`` groups is written; None if its log does not allow that."""
     module = original_of(module)
     dtype, loss, units = options.get("dtype"), options.get("loss", "causal-lm"), options.get("units")
     mesh, roles = resolution.one_mesh, resolution.axis_roles(options.get("data_axes"))
@@ -189,8 +212,12 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
     own_batch = tokens if tokens is not None else (arguments, named)
     step = Step(module, flow, loss, own_batch, roles=roles, metadata=resolution.metadata, autocast=autocast)
     step.stages = stages_of(resolution)
-    blocks = [module.get_submodule(name) for name in block_names(resolution.metadata)]
+    skipped = SkippedBlocks(module, found, flow.timeline, flow.axes_of)
+    names = [name for name in block_names(resolution.metadata) if name not in skipped.names]
+    blocks = [module.get_submodule(name) for name in names]
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
+    for unit in [unit for unit in sizes if f"{unit}.".startswith(tuple(f"{name}." for name in skipped.names))]:
+        del sizes[unit]
     schedule = Schedule(
         options.get("reshard_after_forward", True),
         options.get("sync") == "last",
@@ -203,6 +230,7 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
         on_every_operator(flow.run),
         _TorchFunctions(flow, autocast, exchanges),
         FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
+        skipped,
     ):
         handles = flow.sum_experts(module, resolution)
         handles += exchanges.watch_experts(module, resolution, expert_axes)
@@ -217,6 +245,13 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
         finally:
             for handle in handles:
                 handle.remove()
+    if not skipped.is_complete:
+        return None
+    for groups in found:
+        log = expanded(flow.timeline.log, groups)
+        if log is None:
+            return None
+        flow.timeline.log = log
     return step
 
 
@@ -237,16 +272,16 @@ class Step(nn.Module):
         super().__init__()
         self.model = model
         self.notes: list[str] = []
-        self.local_bytes: dict[int, int] = {}  # by stage; all of them on stage 0 without stages
+        self.input_bytes = Counter[int]()  # of inputs that stay until backward, by stage
         self.stages: Stages | None = None
-        self.first_of_loss: int | None = None  # allocation of the logits
-        self.flow = flow
+        self.first_of_loss: Allocation | None = None  # allocation of the logits
+        self.flow, self.timeline = flow, flow.timeline
         self.roles = roles
         self.metadata = metadata
         self._loss, self._batch, self._autocast = loss, batch, autocast
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        flow, timeline = self.flow, self.flow.timeline
+        flow, timeline = self.flow, self.timeline
         storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -256,16 +291,7 @@ class Step(nn.Module):
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = self.model(*arguments, **named)
-        # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
-        returned = {memory_of(tensor) for tensor in tensors_of(output, set())}
-        sizes = {memory: (flow.local_bytes(memory, storage), at) for memory, (storage, at) in storages.items()}
-        for memory, allocation in flow.alive.items():
-            if memory not in returned and allocation not in timeline.gathered:
-                sizes.setdefault(
-                    memory, (timeline.sizes[allocation], timeline.stage_of[allocation])
-                )  # setdefault: hooks' entries win
-        for size, stage in sizes.values():
-            self.local_bytes[stage] = self.local_bytes.get(stage, 0) + size
+        self._mark_kept(storages, output)
         storages.clear()  # only the step itself may keep memory alive
         # Scores over a vocabulary: the field ``logits``, or a 3-d output as wide as an embedding table.
         tables = {each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding)}
@@ -301,6 +327,21 @@ class Step(nn.Module):
             reason = (str(error).splitlines() or [""])[0][:120]
             self.notes.append(f"backward is not counted: {type(error).__name__}: {reason}")
 
+    def _mark_kept(self, storages: Mapping[int, tuple[torch.UntypedStorage, int]], output: Any) -> None:
+        """Mark what stays until backward: memory that autograd's hooks have seen, with the stage that saved it."""
+        flow = self.flow
+        # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
+        returned = {memory_of(tensor) for tensor in tensors_of(output, set())}
+        for memory, allocation in flow.alive.items():
+            if memory not in returned and not allocation.gathered:
+                allocation.kept = allocation.size, allocation.stage
+        for memory, (storage, stage) in storages.items():
+            size = flow.local_bytes(memory, storage)
+            if memory in flow.alive:
+                flow.alive[memory].kept = size, stage
+            else:  # an input's
+                self.input_bytes[stage] += size
+
     def _scalars(self, output: Any, logits: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the tensors to start backward from: the loss, or else every output."""
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -318,76 +359,6 @@ class Step(nn.Module):
         if not (len(outputs) == 1 and outputs[0].dim() == 0):  # a scalar is a loss
             self.notes.append("the loss is not counted: pass labels in batch, or loss=")
         return outputs
-
-
-class _Timeline:
-    """Log of allocations and frees, in order, with the peak of live bytes."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []  # local bytes by allocation
-        self.stage = 0  # pipeline stage that runs
-        self.stage_of: list[int] = []  # by allocation
-        self.lasting: set[int] = set()  # gradients: they stay after the step, and the exact count has them
-        self.gathered: set[int] = set()  # of FSDP2's groups
-        self._events: list[tuple[int, int]] = []  # (allocation, +1 or -1)
-        self._begins: dict[str, int] = {"forward": 0}  # moment -> its first event
-
-    def begin(self, moment: str) -> None:
-        self._begins.setdefault(moment, len(self._events))  # the first time counts
-
-    def in_backward(self) -> bool:
-        return "backward" in self._begins
-
-    def enter(self, stage: int) -> int:
-        """Make ``stage`` the one that runs, and return the one before."""
-        before, self.stage = self.stage, stage
-        return before
-
-    def allocate(self, size: int) -> int:
-        self.sizes.append(size)
-        self.stage_of.append(self.stage)
-        self._events.append((len(self.sizes) - 1, 1))
-        return len(self.sizes) - 1
-
-    def free(self, allocation: int) -> None:
-        self._events.append((allocation, -1))
-
-    def last(self, size: int) -> None:
-        """Record bytes of gradients that stay until the end."""
-        self.lasting.add(self.allocate(size))
-
-    def peak(self, logits: int | None, stage: int) -> tuple[int, str, tuple[int, int], float]:
-        """Return a stage's most bytes beside gradients, their moment, and shares: loss with logits, gathered layers.
-
-        Allocations from that of the logits until backward passes it belong to the loss. The last share is that of the
-        gradients which are not there yet when most bytes are live, gradients among them.
-        """
-        begins = dict(self._begins)
-        if logits is not None:
-            begins["loss"] = min(begins["loss"], self._events.index((logits, 1)))
-        end_of_loss = begins.get("backward", len(self._events))
-        of_loss: set[int] = set()
-        live = [0, 0, 0]  # all, of the loss, gathered
-        peak, at_peak = [0, 0, 0], 0
-        gradients = most = 0  # gradients now; most live bytes with them
-        for at, (allocation, sign) in enumerate(self._events):
-            if self.stage_of[allocation] != stage:
-                continue
-            if allocation in self.lasting:
-                gradients += self.sizes[allocation] * (sign > 0)
-                most = max(most, live[0] + gradients)
-                continue
-            gathered = allocation in self.gathered
-            if logits is not None and sign > 0 and begins["loss"] <= at < end_of_loss and not gathered:
-                of_loss.add(allocation)
-            for part, counts in enumerate((True, allocation in of_loss, gathered)):
-                live[part] += counts * sign * self.sizes[allocation]
-            most = max(most, live[0] + gradients)
-            if live[0] > peak[0]:
-                peak, at_peak = list(live), at  # the shares at the same event
-        moment = max((begin, moment) for moment, begin in begins.items() if begin <= at_peak)[1]
-        to_come = (peak[0] + gradients - most) / gradients if gradients else 0.0
-        return peak[0], moment, (peak[1], peak[2]), to_come
 
 
 class _TorchFunctions(TorchFunctionMode):
@@ -631,21 +602,26 @@ class _Flow:
 
     def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool) -> None:
         self.weights = weights  # by memory of a parameter or buffer
-        self.flops = Counter[int]()  # of products on one rank, by stage
         self._gathers = gathers  # scores over a sharded vocabulary
-        self.collectives: list[tuple[str, str, str, str, int, int]] = []  # of `record`, with the stage
         self.workspaces: set[str] = set()  # operators whose kernels on a CPU allocate more than is counted
-        self.timeline = _Timeline()
-        self.alive: dict[int, int] = {}  # memory -> allocation
+        self.timeline = Timeline()
+        self.alive: dict[int, Allocation] = {}  # by memory
         self._axes = axes
         self._cut: dict[int, frozenset[str]] = {}  # memory -> axes
-        self._sources: dict[tuple[str, str], int] = {}  # (axis, column-sharded weight) -> allocation of its input
-        self._summed: set[tuple[str, int]] = set()  # (axis, allocation) of inputs whose gradient is summed
+        # (axis, column-sharded weight) -> allocation of its input
+        self._sources: dict[tuple[str, str], Allocation | None] = {}
+        self._summed: set[tuple[str, Allocation | None]] = (
+            set()
+        )  # (axis, allocation) of inputs whose gradient is summed
         self.values = _Values()
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         """Return True if ranks of a model axis hold different parts of ``tensor``."""
-        return bool(self._cut.get(memory_of(tensor)))
+        return bool(self.axes_of(tensor))
+
+    def axes_of(self, tensor: torch.Tensor) -> frozenset[str]:
+        """Return the model axes that shard ``tensor``."""
+        return self._cut.get(memory_of(tensor), frozenset())
 
     def local_bytes(self, memory: int, storage: torch.UntypedStorage) -> int:
         """Return the bytes of a memory on one rank."""
@@ -656,7 +632,7 @@ class _Flow:
 
     def bytes_on_rank(self, tensor: torch.Tensor) -> int:
         """Return the bytes of a contiguous copy of ``tensor`` on one rank."""
-        shards = prod(self._axes[axis] for axis in self._cut.get(memory_of(tensor), ()))
+        shards = prod(self._axes[axis] for axis in self.axes_of(tensor))
         return -(-tensor.numel() * tensor.itemsize // shards)
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
@@ -672,7 +648,8 @@ class _Flow:
                 *(self._cut.get(memory, frozenset()) for memory in memories),
                 *(each.column | each.row | each.ends | each.other for each in weights),
             )
-            self.flops[self.timeline.stage] += flops // prod(self._axes[axis] for axis in axes)
+            flops //= prod(self._axes[axis] for axis in axes)
+            self.timeline.log.append(("flops", (flops, self.timeline.stage)))
         for copy in copies:
             self.timeline.free(copy)
         return result
@@ -724,13 +701,13 @@ class _Flow:
                 collectives += [(axis, "all_gather", weight.name) for axis in gathered]
                 sharded = (sharded | weight.column | weight.ends) - summed - gathered
                 if not (recomputes or looked_up):
-                    source = next((self.alive[memory] for memory in inputs if memory in self.alive), -1)
+                    source = next((self.alive[memory] for memory in inputs if memory in self.alive), None)
                     self._sources.update({(axis, weight.name): source for axis in weight.column | weight.ends})
             else:
                 sharded = (sharded | weight.row) - weight.column - weight.ends
                 for axis in weight.column | weight.ends:
                     # Layers with one input (query, key, value) share the sum of its gradient.
-                    source = self._sources.pop((axis, weight.name), -1)
+                    source = self._sources.pop((axis, weight.name), None)
                     if (axis, source) not in self._summed:
                         self._summed.add((axis, source))
                         collectives.append((axis, "all_reduce", weight.name))
@@ -748,7 +725,7 @@ class _Flow:
 
     def record(self, axis: str, op: str, what: str, name: str, size: int) -> None:
         """Record a collective of the stage that runs."""
-        self.collectives.append((axis, op, what, name, size, self.timeline.stage))
+        self.timeline.log.append(("sent", (axis, op, what, name, size, self.timeline.stage)))
 
     def sum_experts(self, module: nn.Module, resolution: Resolution) -> list[Any]:
         """Sum outputs, and gradients of inputs, of modules with several experts in one parameter. Return the hooks."""
@@ -782,7 +759,7 @@ class _Flow:
     def gathered_buffer(self, size: int) -> torch.Tensor:
         """Allocate a buffer of FSDP2."""
         buffer = torch.empty(size, dtype=torch.uint8, device="meta")
-        self.timeline.gathered.add(self.alive[memory_of(buffer)])
+        self.alive[memory_of(buffer)].gathered = True
         return buffer
 
     def gradient(self, parameter: torch.Tensor) -> None:
@@ -792,30 +769,27 @@ class _Flow:
         if parameter.grad.layout != torch.strided:
             return  # the exact count has none: it stays among the activations
         memory, weight = memory_of(parameter.grad), self.weights[memory_of(parameter)]
-        allocation = self.alive.get(memory, -1)
+        allocation = self.alive.get(memory) or Allocation(0, 0)  # of memory that nothing counts
         if weight.blocks > 1:
-            self.timeline.sizes[allocation] = parameter.grad.nbytes // weight.blocks
-        if weight.scattered:
-            self.timeline.gathered.add(allocation)
-        else:
-            self.timeline.lasting.add(allocation)
+            allocation.size = parameter.grad.nbytes // weight.blocks
+        allocation.gathered, allocation.lasting = weight.scattered, not weight.scattered
         own = weight.column | weight.row | weight.ends | weight.other
         for axis in self._cut.get(memory, frozenset()) - own:  # a full parameter used on shards (norms of heads)
-            self.timeline.sizes[allocation] = parameter.grad.nbytes
+            allocation.size = parameter.grad.nbytes
             self.record(axis, "all_reduce", "gradients", weight.name, parameter.grad.nbytes)
 
     def _note(self, storage: torch.UntypedStorage, memory: int, axes: frozenset[str]) -> None:
         """Record a result: of new memory, or of live memory (a view, an in-place result)."""
         self._cut[memory] = axes
         if memory in self.alive:
-            self.timeline.sizes[self.alive[memory]] = self.local_bytes(memory, storage)  # last writer decides
+            self.alive[memory].size = self.local_bytes(memory, storage)  # last writer decides
             return
         allocation = self.timeline.allocate(self.local_bytes(memory, storage))
         self.alive[memory] = allocation
 
         def free() -> None:
             self.timeline.free(allocation)
-            if self.alive.get(memory) == allocation:  # the address may have been reused meanwhile
+            if self.alive.get(memory) is allocation:  # the address may have been reused meanwhile
                 del self.alive[memory], self._cut[memory]
 
         weakref.finalize(storage, free).atexit = False  # no work at interpreter exit

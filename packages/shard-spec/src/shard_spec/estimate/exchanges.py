@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.fully_shard import mapped, tensors_of
+from shard_spec.estimate.fully_shard import mapped, replaced, tensors_of
 from shard_spec.estimate.step_options import expert_modules
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.placements import StageShard
@@ -192,26 +192,19 @@ class Exchanges:
                     return None
                 choices[0] = chosen[0].shape[-1]
                 arrived = sent(tensors[0], True)
-                return _replaced(args, tensors[0], arrived), _replaced(kwargs, tensors[0], arrived)
+                return replaced(args, tensors[0], arrived), replaced(kwargs, tensors[0], arrived)
 
             def after(module: nn.Module, args: Any, output: Any, sent: Any = sent, choices: Any = choices) -> Any:
                 returned = next(tensors_of(output), None)
                 if not choices[0] or returned is None:
                     return None
-                return _replaced(output, returned, sent(returned, False))
+                return replaced(output, returned, sent(returned, False))
 
             if along:
                 experts = module.get_submodule(name)
                 handles.append(experts.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(experts.register_forward_hook(after))
         return handles
-
-
-def _replaced(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    """Return a container with ``new`` in place of ``old``. No closure that calls itself: its circle would keep both."""
-    if isinstance(value, torch.Tensor):
-        return new if value is old else value
-    return mapped(value, lambda each: _replaced(each, old, new))
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,11 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     return value
 
 
+def replaced(value: Any, old: object, new: object) -> Any:
+    """Return a container with ``new`` in place of ``old``. No closure that calls itself: its circle would keep both."""
+    return new if value is old else mapped(value, lambda each: replaced(each, old, new))
+
+
 @dataclass(frozen=True)
 class Transfer:
     """Collectives of one kind for one tensor or unit in a step.

@@ -178,63 +178,48 @@ def on_mesh(value: DTensor, mesh: DeviceMesh, name: str) -> DTensor:
 
 
 @dataclass(eq=False)
-class ReshardOutput:
-    """Forward hook: the output of the concatenated batch, in the layout of ``output_plan``.
+class ModuleOutput:
+    """Forward hook of a module that ``output_plan`` or ``return_local_tensor`` names.
 
-    A plain output counts as this rank's rows of it.
+    With ``wanted`` the output of the concatenated batch, in this layout; a plain output counts as this rank's rows of
+    it. With ``local`` a plain tensor in place of a DTensor: this rank's rows, the ones it passed, with all columns, or
+    its part in a wanted layout that does not cut rows. A plain output is this rank's rows already.
     """
 
     name: str
-    wanted: ShardingSpec | Layout
     rows: BatchRows
     meshes: MeshCache
-
-    @eager_only
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> DTensor:
-        """Redistribute; a collective where the layout differs."""
-        value = _one_tensor(output, self.name, "output_plan")
-        if not isinstance(value, DTensor):
-            value = self.rows.enter(value, self.name, self.rows.mesh, "" if value.dim() else "a scalar, without rows")
-        layout = self.wanted if isinstance(self.wanted, Layout) else self.wanted.to_layout(value.shape)
-        wanted = choose_format(layout, tuple(value.shape), self.name)
-        if isinstance(wanted, Problem):
-            raise PlanError(wanted)
-        return on_mesh(value, self.meshes.mesh_of(layout), self.name).redistribute(placements=wanted.placements)
-
-
-@dataclass(eq=False)
-class LocalRows:
-    """Forward hook: a plain tensor in place of a DTensor output.
-
-    This rank's rows, the ones it passed, with all columns. Where ``output_plan`` asked for a layout that does not cut
-    rows, it is this rank's part in that layout. A plain output is this rank's rows already.
-    """
-
-    name: str
-    rows: BatchRows
-    laid_out: bool
+    wanted: ShardingSpec | Layout | None  # of ``output_plan``
+    local: bool  # named in ``return_local_tensor``
 
     @eager_only
     def __call__(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
-        """Give the rows back; a collective where another rank has parts of them."""
-        value = _one_tensor(output, self.name, "return_local_tensor")
-        if not isinstance(value, DTensor):
+        """Redistribute, or give rows back; a collective where the layout differs or another rank has parts of them."""
+        if not isinstance(output, torch.Tensor):
+            what = "return_local_tensor" if self.wanted is None else "output_plan"
+            raise PlanError(
+                Problem(
+                    "wrong-type",
+                    self.name,
+                    found=f"an output of type {type(output).__name__}",
+                    hint=f"name a module that returns one tensor in {what}",
+                )
+            )
+        value = output if self.wanted is None else self._laid_out(output, self.wanted)
+        if not (self.local and isinstance(value, DTensor)):
             return value
         cut = {each.dim for each in value.placements if isinstance(each, Shard)}
-        return unwrap(value) if self.laid_out and cut and 0 not in cut else self.rows.leave(value, self.name)
+        keeps_rows = self.wanted is not None and cut and 0 not in cut
+        return unwrap(value) if keeps_rows else self.rows.leave(value, self.name)
 
-
-def _one_tensor(output: Any, name: str, what: str) -> torch.Tensor:
-    if isinstance(output, torch.Tensor):
-        return output
-    raise PlanError(
-        Problem(
-            "wrong-type",
-            name,
-            found=f"an output of type {type(output).__name__}",
-            hint=f"name a module that returns one tensor in {what}",
-        )
-    )
+    def _laid_out(self, value: torch.Tensor, wanted: ShardingSpec | Layout) -> DTensor:
+        if not isinstance(value, DTensor):
+            value = self.rows.enter(value, self.name, self.rows.mesh, "" if value.dim() else "a scalar, without rows")
+        layout = wanted if isinstance(wanted, Layout) else wanted.to_layout(value.shape)
+        expression = choose_format(layout, tuple(value.shape), self.name)
+        if isinstance(expression, Problem):
+            raise PlanError(expression)
+        return on_mesh(value, self.meshes.mesh_of(layout), self.name).redistribute(placements=expression.placements)
 
 
 class CompareAndHook:

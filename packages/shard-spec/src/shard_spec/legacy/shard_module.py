@@ -38,9 +38,8 @@ from shard_spec.layout.mesh import MeshSpec
 from shard_spec.legacy.hooks import (
     BatchRows,
     CompareAndHook,
-    LocalRows,
+    ModuleOutput,
     RefusedEmbeddingBag,
-    ReshardOutput,
     ShardedEmbedding,
     ShardedForward,
     ShardedLinear,
@@ -312,11 +311,8 @@ def _forwards(module: nn.Module, tensors: list[TensorAction]) -> dict[str, tuple
     return forwards
 
 
-class KeepSlowPath:
-    """A forward pre-hook that does nothing: nn.TransformerEncoderLayer reads weights past modules without hooks."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Do nothing."""
+def keep_slow_path(module: nn.Module, args: Any) -> None:
+    """Do nothing, as a forward pre-hook: nn.TransformerEncoderLayer reads weights past modules without hooks."""
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -456,13 +452,10 @@ def _act(
             forward = kind(owner, path, rows, sharded)
             installed.removals.append(put(owner.__dict__, "forward", forward, log))
             installed.forwards[path] = owner, forward
-            installed.register(owner.register_forward_pre_hook(KeepSlowPath()), log)
-        for path, wanted in actions.outputs.items():
-            reshard = ReshardOutput(path, wanted, rows, meshes)
-            installed.register(module.get_submodule(path).register_forward_hook(reshard), log)
-        for path in actions.locals:
-            local = LocalRows(path, rows, path in actions.outputs)
-            installed.register(module.get_submodule(path).register_forward_hook(local), log)
+            installed.register(owner.register_forward_pre_hook(keep_slow_path), log)
+        for path in dict.fromkeys((*actions.outputs, *actions.locals)):
+            output = ModuleOutput(path, rows, meshes, actions.outputs.get(path), path in actions.locals)
+            installed.register(module.get_submodule(path).register_forward_hook(output), log)
         compare = CompareAndHook(rows, everything=actions.everything, others=list(replaced.values()))
         installed.register(compare, log)
         compare.adopt(module)

@@ -13,6 +13,7 @@ An operation takes one *strategy* along each axis: the states of its input and o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.communication import AlphaBetaCostModel, Link, Topology
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal.problem import Eliminator, PairwiseProblem
+from shard_spec.optimal.problem import Eliminator, PairwiseProblem, quantised
 from shard_spec.planners.base import merge_notes
 from shard_spec.planners.megatron.blocks import Context, Cut, Options, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.planner import Analysis, analyse
@@ -347,32 +348,42 @@ class StepModel:
     @cached_property
     def choices(self) -> tuple[tuple[StrategyPerAxis, ...], ...]:
         """For each operation, the combinations of strategies allowed by its sizes."""
-        return tuple(tuple(self._allowed(operation)) for operation in self.operations)
+        allowed = functools.cache(self._allowed)  # equal layers share one tuple
+        return tuple(allowed(each.strategies, each.degrees, bool(each.parameters)) for each in self.operations)
 
     @cached_property
     def problem(self) -> PairwiseProblem:
         """The pairwise problem: nodes are operations, edges their inputs."""
         problem = PairwiseProblem()
-        nodes: dict[object, tuple[list[float], list[int]]] = {}  # shared by equal layers
+        nodes: dict[object, int] = {}  # the first of equal layers
         edges: dict[object, Tensor] = {}
         key: object
         for index, (operation, choices) in enumerate(zip(self.operations, self.choices, strict=True)):
             sizes = operation.num_elements, operation.matmul_elements, operation.width_out, operation.output_bytes
-            key = sizes, operation.scores, operation.kept, bool(operation.parameters), choices, self._is_inside(index)
-            if key not in nodes:
-                nodes[key] = (
-                    [self._seconds(operation, strategies) for strategies in choices],
-                    [self._kept_bytes(index, strategies) for strategies in choices],
-                )
-            problem.add_node(*nodes[key])
+            key = (
+                sizes,
+                operation.scores,
+                operation.kept,
+                bool(operation.parameters),
+                id(choices),
+                self._is_inside(index),
+            )
+            if key in nodes:
+                problem.add_node_like(nodes[key])
+                continue
+            nodes[key] = problem.add_node(
+                [self._seconds(operation, strategies) for strategies in choices],
+                [self._kept_bytes(index, strategies) for strategies in choices],
+            )
         for index, operation in enumerate(self.operations):
             for source in {operation.source, operation.residual} - {-1}:
                 width = self.operations[source].width_out
                 again = self.workload.recompute and not operation.kept  # recomputed blocks move their inputs again
-                key = self.choices[source], self.choices[index], width, again
+                key = id(self.choices[source]), id(self.choices[index]), width, again
                 if key not in edges:
-                    edges[key] = self._moving_table(self.choices[source], self.choices[index], width, 2 if again else 1)
-                problem.add_edge(source, index, edges[key])
+                    moved = self._moving_table(self.choices[source], self.choices[index], width, 2 if again else 1)
+                    edges[key] = quantised(moved)
+                problem.add_rounded_edge(source, index, edges[key])
             if operation.tied_to >= 0:
                 # 0 if both store the shared weight alike (always by rows of the vocabulary), infinity otherwise.
                 stored = [
@@ -390,12 +401,14 @@ class StepModel:
 
     # ---- allowed strategies ----
 
-    def _allowed(self, operation: Operation) -> list[StrategyPerAxis]:
-        """Return the combinations with dividing batch, sequence and channels."""
+    def _allowed(
+        self, available: tuple[Strategy, ...], degrees: frozenset[int], has_parameters: bool
+    ) -> tuple[StrategyPerAxis, ...]:
+        """Return the combinations of an operation's strategies with dividing batch, sequence and channels."""
         allowed = []
-        by_axis = [operation.strategies] * self.mesh.ndim
+        by_axis = [available] * self.mesh.ndim
         if self.roles is not None:
-            by_axis = [tuple(s for s in operation.strategies if s.name in ROLE_STRATEGIES[role]) for role in self.roles]
+            by_axis = [tuple(s for s in available if s.name in ROLE_STRATEGIES[role]) for role in self.roles]
         for strategies in itertools.product(*by_axis):
             pieces = dict.fromkeys("bsh", 1)  # shards along batch, sequence, channels
             for strategy, size in zip(strategies, self.mesh.shape, strict=True):
@@ -404,7 +417,7 @@ class StepModel:
                     pieces[state] *= size
             if self.workload.batch % pieces["b"] or self.workload.sequence % pieces["s"]:
                 continue
-            if pieces["h"] > 1 and pieces["h"] not in operation.degrees:  # e.g. heads
+            if pieces["h"] > 1 and pieces["h"] not in degrees:  # e.g. heads
                 continue
             allowed.append(strategies)
         # Ranks that do the same work with the same weight are a last resort, if nothing divides.
@@ -414,7 +427,7 @@ class StepModel:
             for strategies in allowed
         )
         divided = [strategies for strategies, same in zip(allowed, alike, strict=True) if not same]
-        return (divided if operation.parameters else allowed) or allowed
+        return tuple((divided if has_parameters else allowed) or allowed)
 
     # ---- seconds ----
 

@@ -51,9 +51,18 @@ class PairwiseProblem:
         self.memory.append(bytes_.to(torch.int64))
         return len(self.costs) - 1
 
+    def add_node_like(self, node: int) -> int:
+        """Add a node with the costs and the bytes of another one, and return its index."""
+        self.costs.append(self.costs[node])
+        self.memory.append(self.memory[node])
+        return len(self.costs) - 1
+
     def add_edge(self, first: int, second: int, costs: Sequence[Sequence[float]] | Tensor) -> None:
         """Add ``costs[x_first, x_second]``. Parallel edges add up; one from a node to itself becomes node cost."""
-        matrix = quantised(costs)
+        self.add_rounded_edge(first, second, quantised(costs))
+
+    def add_rounded_edge(self, first: int, second: int, matrix: Tensor) -> None:
+        """Add an edge whose costs are `quantised` already, as those of many equal layers are."""
         if first == second:
             self.costs[first] = self.costs[first] + matrix.diagonal()
             return

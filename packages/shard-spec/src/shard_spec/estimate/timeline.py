@@ -1,0 +1,280 @@
+"""Log of a simulated step: its allocations, collectives and products in their order, and the peak of live bytes.
+
+A model repeats one block many times. The first and the last blocks of a kind run; where their parts of the log repeat,
+those of the blocks between are written from them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+FIRST, LAST = 3, 3  # groups of alike blocks that run
+
+
+@dataclass(eq=False)
+class Allocation:
+    """Memory of one rank, from its allocation until its last reference goes.
+
+    Attributes:
+        size: Bytes.
+        stage: Pipeline stage of its rank.
+        lasting: A gradient, which stays after the step: the exact count has it.
+        gathered: Of FSDP2's groups.
+        kept: Bytes that stay from forward to backward, and the stage that saved them.
+    """
+
+    size: int
+    stage: int
+    lasting: bool = False
+    gathered: bool = False
+    kept: tuple[int, int] = (0, 0)
+
+
+# "+" or "-" with an allocation; "sent" with a collective and its stage; "flops" with their number and stage; "begin"
+# with a moment; "block" with the FQN of a block that starts.
+Log: TypeAlias = list[tuple[str, Any]]
+
+
+class Timeline:
+    """Log of one step as it runs, with the peak of live bytes."""
+
+    def __init__(self) -> None:
+        self.log: Log = []
+        self.stage = 0  # pipeline stage that runs
+        self._moments = {"forward"}
+
+    def begin(self, moment: str) -> None:
+        """Begin ``"loss"`` or ``"backward"``; the first time counts."""
+        if moment not in self._moments:
+            self._moments.add(moment)
+            self.log.append(("begin", moment))
+
+    def in_backward(self) -> bool:
+        """Return True once backward of the model has begun."""
+        return "backward" in self._moments
+
+    def enter(self, stage: int) -> int:
+        """Make ``stage`` the one that runs, and return the one before."""
+        before, self.stage = self.stage, stage
+        return before
+
+    def allocate(self, size: int) -> Allocation:
+        """Record an allocation of ``size`` bytes on the stage that runs."""
+        allocation = Allocation(size, self.stage)
+        self.log.append(("+", allocation))
+        return allocation
+
+    def free(self, allocation: Allocation) -> None:
+        """Record that an allocation is free again."""
+        self.log.append(("-", allocation))
+
+    def last(self, size: int) -> None:
+        """Record bytes of gradients that stay until the end."""
+        self.allocate(size).lasting = True
+
+    def all(self, kind: str) -> list[Any]:
+        """Return the entries of one kind."""
+        return [value for each, value in self.log if each == kind]
+
+    def peak(self, logits: Allocation | None, stage: int) -> tuple[int, str, tuple[int, int], float]:
+        """Return a stage's most bytes beside gradients, their moment, and shares: loss with logits, gathered layers.
+
+        Allocations from that of the logits until backward passes it belong to the loss. The last share is that of the
+        gradients which are not there yet when most bytes are live, gradients among them.
+        """
+        events = [(value, 1 if kind == "+" else -1) for kind, value in self.log if kind in "+-"]
+        begins, at = {"forward": 0}, 0  # moment -> its first event
+        for kind, value in self.log:
+            at += kind in "+-"
+            if kind == "begin":
+                begins[value] = at
+        if logits is not None:
+            begins["loss"] = min(begins["loss"], events.index((logits, 1)))
+        end_of_loss = begins.get("backward", len(events))
+        of_loss: set[Allocation] = set()
+        live = [0, 0, 0]  # all, of the loss, gathered
+        peak, at_peak = [0, 0, 0], 0
+        gradients = most = 0  # gradients now; most live bytes with them
+        for at, (allocation, sign) in enumerate(events):
+            if allocation.stage != stage:
+                continue
+            if allocation.lasting:
+                gradients += allocation.size * (sign > 0)
+                most = max(most, live[0] + gradients)
+                continue
+            if logits is not None and sign > 0 and begins["loss"] <= at < end_of_loss and not allocation.gathered:
+                of_loss.add(allocation)
+            for part, counts in enumerate((True, allocation in of_loss, allocation.gathered)):
+                live[part] += counts * sign * allocation.size
+            most = max(most, live[0] + gradients)
+            if live[0] > peak[0]:
+                peak, at_peak = list(live), at  # the shares at the same event
+        moment = max((begin, moment) for moment, begin in begins.items() if begin <= at_peak)[1]
+        to_come = (peak[0] + gradients - most) / gradients if gradients else 0.0
+        return peak[0], moment, (peak[1], peak[2]), to_come
+
+
+# ---- blocks that repeat ----
+
+Groups: TypeAlias = Sequence[tuple[str, ...]]  # FQNs of blocks; each block of a group is like its peers in the others
+Item: TypeAlias = tuple[str, Any, Any]  # kind of an entry; what has to be equal in like parts of a log; the value
+# "F" or "B" (forward, backward), the group, and the number of the allocation: from the start of forward, or from the
+# end of backward, since the last group's parts hold the head at their other ends.
+Place: TypeAlias = tuple[str, int, int]
+
+
+def expanded(log: Log, groups: Groups) -> Log | None:
+    """Return the log of a step in which all ``groups`` run, from that of a step without those in the middle.
+
+    A part of the log in forward lasts from the start of a group to that of the next one. A part in backward begins
+    where the first allocation of the group's forward is freed. None if parts differ that have to be alike, or something
+    else frees an allocation of theirs. At the ends parts may differ: the first block reads an embedding, and the
+    gradient that the last block gets was allocated by the head.
+    """
+    running, more = [*groups[:FIRST], *groups[-LAST:]], len(groups) - FIRST - LAST
+    parts = _parts(log, [group[0] for group in running])
+    if parts is None:
+        return None
+    places: dict[Allocation, Place] = {}
+    for (half, group), entries in parts.items():
+        born = [value for kind, value in entries if kind == "+"]
+        start = _first_number(half, entries)
+        places.update({each: (half, group, number) for number, each in enumerate(born, start)} if half else {})
+    blocks = {name: (group, at) for group, names in enumerate(running) for at, name in enumerate(names)}
+    items = {part: [_item(*entry, part[1], places, blocks) for entry in entries] for part, entries in parts.items()}
+    for half, alike in ("F", range(1, len(running) - 1)), ("B", range(FIRST - 1, len(running) - 2)):
+        first, *others = ([each[:2] for each in items[half, group]] for group in alike)
+        if any(other != first for other in others):
+            return None
+    made: dict[Place, Allocation] = {}
+    origins: dict[Allocation, Allocation] = {}
+    result: Log = []
+    between = range(FIRST, FIRST + more)
+    *_, last = parts
+    for half, group in parts:
+        if (half, group) in (last, ("F", len(running) - 1)):
+            ending = _with_copies(items[half, group], places, made, between, result)
+            if ending is None:
+                return None
+            items[half, group] = ending
+        position = group if group < FIRST else group + more
+        result += _written(items[half, group], (half, position), groups, made, None)
+        after = ("F", FIRST - 1), ("B", FIRST)  # parts that the groups in the middle follow
+        for copied in () if (half, group) not in after else between if half == "F" else reversed(between):
+            result += _written(items[half, FIRST - 1], (half, copied), groups, made, origins)
+    return result if _is_consistent(log, result, origins) else None
+
+
+def _parts(log: Log, firsts: list[str]) -> dict[tuple[str, int], Log] | None:
+    """Return the parts of a log in their order: before the blocks, forward ("F") and backward ("B") of each group."""
+    starts = [at for at, (kind, value) in enumerate(log) if kind == "block" and value in firsts]
+    if [log[at][1] for at in starts] != firsts or ("begin", "backward") not in log:
+        return None
+    # What is freed after the last allocation changes no figure.
+    end = max(at for at, (kind, _) in enumerate(log) if kind == "+")
+    log = [entry for at, entry in enumerate(log) if at <= end or entry[0] != "-"]
+    begin = log.index(("begin", "backward"))
+    of_group = {
+        value: group
+        for group, (start, stop) in enumerate(pairwise([*starts, begin]))
+        for kind, value in log[start:stop]
+        if kind == "+"
+    }
+    cuts: dict[int, int] = {}
+    for at, (kind, value) in enumerate(log[begin:], begin):
+        if kind == "-" and value in of_group:
+            cuts.setdefault(of_group[value], at)
+    numbers = range(len(firsts))
+    bounds = [0, *starts, *(cuts.get(group, -1) for group in reversed(numbers)), len(log)]
+    if bounds != sorted(bounds):
+        return None
+    order = [("", 0), *(("F", group) for group in numbers), *(("B", group) for group in reversed(numbers))]
+    return {part: log[start:stop] for part, (start, stop) in zip(order, pairwise(bounds), strict=True)}
+
+
+def _is_consistent(log: Log, result: Log, origins: dict[Allocation, Allocation]) -> bool:
+    """Return True if nothing is freed twice, and each allocation is freed if it or its origin was in ``log``."""
+    *_, end = (at for at, (kind, _) in enumerate(log) if kind == "+")
+    freed_before = {value for at, (kind, value) in enumerate(log) if kind == "-" and at < end}
+    freed = Counter(value for kind, value in result if kind == "-")
+    allocated = (value for kind, value in result if kind == "+")
+    same = all((each in freed) == (origins.get(each, each) in freed_before) for each in allocated)
+    return same and max(freed.values(), default=0) < 2
+
+
+def _with_copies(
+    items: list[Item], places: dict[Allocation, Place], made: dict[Place, Allocation], between: range, log: Log
+) -> list[Item] | None:
+    """Return the end of forward or of the step, which frees what was held of every group: a cache, casts of weights.
+
+    None if there are allocations among it: when each copy was freed then changes a figure.
+    """
+    freed = {value for kind, value in log if kind == "-"}
+    at_of = {places[value]: at for at, (kind, _, value) in enumerate(items) if kind == "-" and value in places}
+    result: list[Item] = []
+    for at, (kind, equal, value) in enumerate(items):
+        result.append((kind, None if kind == "-" else equal, value))
+        half, group, number = places.get(value, ("", -1, 0)) if kind == "-" else ("", -1, 0)
+        if group == FIRST - 1:
+            peer = at_of.get((half, FIRST, number), -1)
+            if peer < 0 or any(kind == "+" for kind, *_ in items[min(at, peer) : max(at, peer)]):
+                return None
+            copies = (made[half, copied, number] for copied in between)
+            result += [("-", None, each) for each in copies if each not in freed]
+    return result
+
+
+def _first_number(half: str, entries: Sequence[tuple[Any, ...]]) -> int:
+    return -sum(1 for entry in entries if entry[0] == "+") if half == "B" else 0
+
+
+def _item(
+    kind: str, value: Any, group: int, places: dict[Allocation, Place], blocks: dict[str, tuple[int, int]]
+) -> Item:
+    """Return an entry with groups counted from its own."""
+    equal = value
+    if kind == "+":
+        equal = value.size, value.stage, value.lasting, value.gathered, value.kept
+    elif kind == "-" and value in places:
+        half, at, number = places[value]
+        equal = half, at - group, number
+    elif kind == "block":
+        equal = None
+    elif kind == "sent":
+        (axis, op, what, name, *rest), parts = value, value[3].split(".")
+        inside = (".".join(parts[:at]) for at in range(len(parts), 0, -1))
+        block = next((each for each in inside if each in blocks), None)
+        if block is not None:
+            at, place = blocks[block]
+            equal = axis, op, what, (at - group, place, name.removeprefix(block)), *rest
+    return kind, equal, value
+
+
+def _written(
+    items: Sequence[Item],
+    part: tuple[str, int],
+    groups: Groups,
+    made: dict[Place, Allocation],
+    origins: dict[Allocation, Allocation] | None,
+) -> Log:
+    """Return the entries of a part, which a group in the middle has copies of; ``origins`` are those of the copies."""
+    log: Log = []
+    (half, group), number = part, _first_number(part[0], items)
+    for kind, equal, value in items:
+        if kind == "+":
+            if origins is not None:
+                origin, value = value, replace(value)
+                origins[value] = origin
+            made[half, group, number] = value
+            number += bool(half)
+        elif kind == "-" and isinstance(equal, tuple):
+            value = made.get((equal[0], group + equal[1], equal[2]), value)
+        elif kind == "sent" and isinstance(equal[3], tuple):
+            (axis, op, what, (distance, at, name), *rest) = equal
+            value = axis, op, what, groups[group + distance][at] + name, *rest
+        log.append((kind, value))
+    return log
