@@ -72,17 +72,17 @@ def _groups_from(names: list[str], blocks: list[nn.Module], start: int, size: in
     return [tuple(names[at : at + size]) for at in range(start, start + alike - size + 1, size)]
 
 
-def _are_alike(one: nn.Module, other: nn.Module, distance: int, classes: frozenset[type]) -> bool:
+def _are_alike(block: nn.Module, other: nn.Module, distance: int, classes: frozenset[type]) -> bool:
     """Return True if two modules differ in no attribute but numbers that no forward reads, ``distance`` apart.
 
     Args:
-        one: A block, or a module inside of it.
+        block: A block, or a module inside of it.
         other: Its peer.
-        distance: Number of blocks from the one to the other.
+        distance: Number of blocks from `block` to `other`.
         classes: Classes of the block's modules.
     """
-    ours, theirs = vars(one), vars(other)
-    if type(one) is not type(other) or ours.keys() != theirs.keys() or one._modules.keys() != other._modules.keys():
+    ours, theirs = vars(block), vars(other)
+    if type(block) is not type(other) or ours.keys() != theirs.keys() or block._modules.keys() != other._modules.keys():
         return False
     if "forward" in ours:  # of this very module
         return False
@@ -91,7 +91,7 @@ def _are_alike(one: nn.Module, other: nn.Module, distance: int, classes: frozens
         numbers = type(ours[name]) is type(theirs[name]) is int and theirs[name] - ours[name] == distance
         if not numbers or any(reads_number(each, name) for each in classes):
             return False
-    pairs = zip(one._modules.values(), other._modules.values(), strict=True)
+    pairs = zip(block._modules.values(), other._modules.values(), strict=True)
     return all(
         first is second is None
         or (first is not None and second is not None and _are_alike(first, second, distance, classes))
@@ -123,13 +123,13 @@ def reads_number(kind: type, name: str) -> bool:
     return False
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, partial):
-        one, other = ((each.func, each.args, each.keywords) for each in (one, other))
+def _is_equal(value: Any, other: Any) -> bool:
+    if value is other or type(value) is not type(other):
+        return value is other
+    if isinstance(value, partial):
+        value, other = ((each.func, each.args, each.keywords) for each in (value, other))
     try:
-        return bool(one == other)
+        return bool(value == other)
     except Exception:  # tensors and arrays, for example
         return False
 
