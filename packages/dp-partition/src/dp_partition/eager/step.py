@@ -296,7 +296,7 @@ class EagerStep:
         ids, reasons = {id(self.parameters[name]) for name in full}, dict[str, str]()
         for optimizer in reach.optimizers:
             listed = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-            if not ids.issuperset(listed) and (why := optimizer_reason(optimizer, placement_of(self.mesh), ids)):
+            if not ids.issuperset(listed) and (why := optimizer_reason(optimizer, self.mesh, ids)):
                 reasons |= {names[key]: why for key in listed}
         rows = all_gather_objects(self.mesh, reasons, f"the placement of {self.name}")
         return {name: why for row in reversed(rows) for name, why in row.items()}
