@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -54,7 +54,7 @@ from dp_partition.eager.shards import (
 from dp_partition.plan.placements import DataParallelStyle, warn_on_first
 from dp_partition.plan.plan import Settings
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct, is_of_collective
+from dp_partition.runtime.consensus import compare_values, copy_from_first
 
 
 @dataclass
@@ -119,13 +119,15 @@ class EagerStep:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
-        # A module may have new parameters, and a call may bring another module; mostly all are the same.
+        # A module may have new parameters, or none in the place of a shard, and a call may bring another module.
         passed = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
         placed, step = self.placed, self.steps[number]
         if placed is not None:
             placed.shards.check_assigned()
-        roots = dict.fromkeys([*self.modules, *passed])
-        is_changed = self.new_parameters(roots) or (placed is not None and not placed.shards.are_in(self.modules))
+        held = held_by([*self.modules, *passed])
+        # FSDP2 would put back a parameter that the caller has removed.
+        is_gone = placed is not None and not held.keys() >= {id(p) for p in placed.shards.parameters.values()}
+        is_changed = is_gone or not held.keys() <= set(map(id, self.parameters.values()))
         if self.reducer is None or is_changed:
             if placed is not None:
                 self.release(args, kwargs)  # another model, or a grown one: all are full before they are placed
@@ -158,15 +160,6 @@ class EagerStep:
         values = (*args, *kwargs.values())
         self.steps[number].holder = [value for value in values if not isinstance(value, torch.Tensor)]
 
-    def new_parameters(self, roots: Iterable[nn.Module]) -> list[Any]:
-        """Return parameters that were not there at the start; this runs in every call."""
-        ids, modules, new = {id(None), *map(id, self.parameters.values())}, list(roots), list[Any]()
-        for module in modules:  # grows
-            if not ids.issuperset(map(id, module._parameters.values())):
-                new += [parameter for parameter in module._parameters.values() if id(parameter) not in ids]
-            modules += [child for child in module._modules.values() if child is not None]
-        return new
-
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step's own code.
 
@@ -174,7 +167,8 @@ class EagerStep:
             PlanError: ``model-changed`` if it has made a parameter: the gradients of that are this rank's own.
         """
         result = self.steps[number].function(*args, **kwargs)
-        if any(parameter.requires_grad for parameter in self.new_parameters(self.modules)):
+        held, known = held_by(self.modules), set(map(id, self.parameters.values()))
+        if any(parameter.requires_grad for key, parameter in held.items() if key not in known):
             raise PlanError(
                 Problem(
                     "model-changed",
@@ -190,21 +184,11 @@ class EagerStep:
         assert self.reducer is not None
         calls = self.num_calls
         is_compared = not calls & (calls - 1)  # a power of two
-        placed = None if self.placed is None else self.placed.shards
-        if placed is not None:
-            placed.start_call()
-        try:
-            with self.reducer.call(number), self._traps(calls):
-                result = self.call(number, args, kwargs)
-        except Exception as error:
-            if placed is not None and not is_of_collective(error):
-                placed.leave()
-            raise
-        finally:
-            if placed is not None:
-                placed.note_written()
-        if placed is not None:
-            placed.end_call(calls, tensors_in(result, DTensor), always=is_compared)
+        shards = None if self.placed is None else self.placed.shards
+        with nullcontext() if shards is None else shards.call(), self.reducer.call(number), self._traps(calls):
+            result = self.call(number, args, kwargs)
+        if shards is not None:
+            shards.end_call(calls, tensors_in(result, DTensor), always=is_compared)
         if is_compared:
             self.compare_ranks()
         return converted(result, DTensor, DTensor.full_tensor)
@@ -339,10 +323,7 @@ class EagerStep:
         if self.reducer is not None:
             self.reducer.remove()
         ids = {id(p) for p in self.parameters.values()}
-        new = {str(n): distinct(t.detach()) for n, t in enumerate([*parameters.values(), *buffers]) if id(t) not in ids}
-        if self.mesh.size() > 1:
-            for name, value in broadcast_from_first(new, self.mesh).items():
-                new[name].copy_(value)
+        copy_from_first([t for t in [*parameters.values(), *buffers] if id(t) not in ids], self.mesh)
         self.parameters, self.modules = parameters, reach.modules
         self.adopted.update(fresh)
         self.watch = None
@@ -404,6 +385,15 @@ class EagerStep:
             *left,
             f"{self.num_calls} calls; {compared} in {self.num_compared} comparisons",
         ])  # fmt: skip
+
+
+def held_by(roots: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Return the parameters of modules by ``id``; this runs in every call."""
+    modules, held = list(dict.fromkeys(roots)), dict[int, nn.Parameter]()
+    for module in modules:  # grows
+        held.update({id(p): p for p in module._parameters.values() if p is not None})
+        modules += [child for child in module._modules.values() if child is not None]
+    return held
 
 
 def tensors_in(result: Any, kind: type) -> list[Any]:
