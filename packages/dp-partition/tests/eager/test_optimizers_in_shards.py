@@ -145,6 +145,47 @@ def test_complex_parameters_of_a_known_class_stay_full(ranks: Ranks, foreach: bo
     assert sum(torch.equal(*pair) * pair[0].numel() for pair in zip(*results, strict=True)) == 33 * 7 + 34 * 2
 
 
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_comes_after_the_placement_is_compared_as_well(ranks: Ranks) -> None:
+    """Fused SGD cannot step shards, and after release() it does, in full; LAMB's ratio steps them at once."""
+    later: list[tuple[Any, str]] = [
+        (lambda m: Ratio(m.parameters(), lr=1e-2), ""),
+        (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2), ""),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, fused=True), "fails on shards"),
+        (lambda m: Factored(m.parameters(), lr=1e-2), "fails on shards"),
+    ]
+    for make, reason in later:
+        results = []
+        for style in ("replicate", "fully_shard"):
+            model = made()
+            box = [torch.optim.SGD(model.parameters(), lr=1e-2)]
+
+            def boxed(x: torch.Tensor, y: torch.Tensor, model: nn.Module = model, box: list[Any] = box) -> None:
+                train(model, box[0], x, y)
+
+            step = dp.distribute(boxed, mesh=ranks.mesh((2,), ("dp",)), style=style, check="never")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                for call in range(CALLS):
+                    if call == 2:
+                        box[0] = make(model)
+                    generator = torch.Generator().manual_seed(10 * call + ranks.rank)
+                    x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (WIDTH, 5))
+                    if call == 2 and reason and style == "fully_shard":
+                        before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+                        with pytest.raises(dp.PlanError, match=rf"model-changed.*{reason}.*release\(\)"):
+                            step(x, y)
+                        step.release()
+                        assert all(map(torch.equal, model.parameters(), before))
+                        box[0].zero_grad()
+                    step(x, y)
+            with step.unsharded():
+                results.append([p.detach().clone() for p in model.parameters()])
+        assert ("sharded: 6 of 6" in step.explain()) != bool(reason)
+        for want, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
 class Elements(TorchDispatchMode):
     """Counts the elements of random gradients."""
 

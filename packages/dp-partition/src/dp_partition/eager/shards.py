@@ -46,6 +46,7 @@ from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.plan.placements import shard_world
 from dp_partition.runtime.saving import reduced_in_step, running
+from dp_partition.runtime.state import full_tensor
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 
@@ -216,7 +217,7 @@ def _one_of_each_kind(
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             index = tuple([slice(ranks + size % ranks if not dim else 4) for dim, size in enumerate(p.shape) if ranks])
-            cut, marks = p.detach()[index], fingerprint([vars(p)])  # a step may read `p.use_muon`
+            cut, marks = full_tensor(p.detach())[index], fingerprint([vars(p)])  # a step may read `p.use_muon`
             kind = (number, cut.shape, p.dtype, p.device, p.requires_grad, id(p) in full, marks)
             if kind not in kinds:
                 kinds[kind] = parameter_like(cut.clone(), p)
@@ -224,7 +225,9 @@ def _one_of_each_kind(
                 entries = optimizer.state.get(p, {}).items()
                 is_like = {k: isinstance(x, torch.Tensor) and x.shape == p.shape for k, x in entries}
                 # Fused kernels go by memory: a cut that kept its strides would be updated in other places.
-                state[kinds[kind]] = {k: x[index].clone() if is_like[k] else copy.deepcopy(x) for k, x in entries}
+                state[kinds[kind]] = {
+                    k: full_tensor(x)[index].clone() if is_like[k] else copy.deepcopy(x) for k, x in entries
+                }
             memo[id(p)] = kinds[kind]
     beside: dict[Any, Any] = {k: x for k, x in list[Any](optimizer.state.items()) if not isinstance(k, torch.Tensor)}
     state.update(copy.deepcopy(beside, memo))

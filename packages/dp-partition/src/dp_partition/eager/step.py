@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dp_partition._shared.consensus import all_gather_objects, assert_consistent, ranks_of, tensor_hashes
 from dp_partition._shared.page import human_bytes
@@ -200,6 +201,7 @@ class EagerStep:
             yield
             return
         units = self.placed.units.modules
+        hook = register_optimizer_step_pre_hook(self._compare_new)
         try:
             with ClosedTraps(partial(self.placed.shards.meet_in_call, calls)):
                 yield
@@ -221,6 +223,25 @@ class EagerStep:
                 way = 'what an observed call 1 does keeps parameters full: do it there too, or use style="replicate"'
                 error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")
             raise
+        finally:
+            hook.remove()
+
+    def _compare_new(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Compare an optimizer of shards that has come after the placement, as `place` compares those before it.
+
+        Raises:
+            PlanError: On every rank, before its first step: ``model-changed`` if it needs full parameters.
+        """
+        assert self.placed is not None
+        placed, ids = self.placed, {id(p) for p in self.placed.shards.parameters.values()}
+        listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if ids.isdisjoint(listed) or any(optimizer is known for known in placed.optimizers):
+            return
+        if why := optimizer_reason(optimizer, self.mesh, set(listed) - ids):
+            hint = "call release() before the first call with it: the next one keeps its parameters full"
+            raise PlanError(Problem("model-changed", self.name, found=f"since it is in shards, {why}", hint=hint))
+        placed.optimizers.append(optimizer)
+        placed.handles += state.hook_placed((), [optimizer], partial(place_loaded_state, placement_of(self.mesh)))
 
     def place(self, reach: Reach, watch: Watch) -> None:
         """Shard all that FSDP2 supports, the same on all ranks.
