@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import shard_spec
 import torch
@@ -10,6 +12,7 @@ import tp_ddp_bridge
 import tp_styles
 from ranktest import Ranks
 from small_models import is_sharded, new_batches, new_model, reference, rows_of, train_step
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 NUM_STEPS = 6
@@ -74,3 +77,51 @@ def test_live_bytes_are_those_of_the_plan(ranks: Ranks) -> None:
     assert num_bytes(list(model.parameters())) == foretold["parameters"]
     assert num_bytes(gradients) == foretold["gradients"]
     assert num_bytes(state) == foretold["optimizer"]
+
+
+class _Tagger(nn.Module):
+    """Lookups in a table of `rows` rows, a norm written by hand and a head: what a row lookup returns is no shard."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(rows, 8), nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.filterwarnings("ignore:.*all of its input values are equal")  # ids of a table with one row
+@pytest.mark.parametrize("rows", [5, 1], ids=["uneven", "a-rank-without-rows"])
+def test_lookups_in_a_bridged_table_are_values_of_a_batch(ranks: Ranks, rows: int) -> None:
+    """Each package has its own class for shards: tp-styles computes with leaves of the bridge as with its own."""
+    dp, tp = mesh_sizes(ranks)
+    mesh = ranks.mesh((dp, tp), ("dp", "tp"))
+    torch.manual_seed(0)
+    alone = _Tagger(rows).double()
+    model = copy.deepcopy(alone)
+    styles = {
+        "table": tp_styles.RowwiseParallel(),
+        "up": tp_styles.ColwiseParallel(),
+        "down": tp_styles.RowwiseParallel(),
+    }
+    tp_styles.apply_plan(model, mesh["tp"], styles)
+    ddp = tp_ddp_bridge.wrap_ddp(model, mesh=mesh)
+    trained = torch.optim.AdamW(ddp.parameters(), lr=1e-2), torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(NUM_STEPS):
+        ids = torch.randint(rows, (4, 6), generator=generator)
+        for run, optimizer, batch in (
+            (ddp, trained[0], ids.chunk(dp)[mesh.get_local_rank("dp")]),
+            (alone, trained[1], ids),
+        ):
+            optimizer.zero_grad()
+            run(batch).square().mean().backward()
+            optimizer.step()
+    state = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12, msg=f"{name} differs")
+    assert len(state) == 5

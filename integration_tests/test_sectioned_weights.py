@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ranktest import Ranks
 from shard_reshard import load_safetensors, reshard_state_dict
 from small_models import new_batches
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
@@ -226,3 +228,34 @@ def test_replicas_of_sectioned_weights_under_ddp(ranks: Ranks) -> None:
         torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-8, atol=1e-10, msg=name)
         compared += value.numel()
     assert compared == sum(p.numel() for p in alone.parameters())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("reader", "sizes"), [("tp_ddp_bridge", (2, 4)), ("tp_ddp_bridge", (4, 2)), ("torch", (4, 4))], ids=str
+)
+def test_moments_of_one_package_are_read_by_another(ranks: Ranks, reader: str, sizes: tuple[int, int]) -> None:
+    """Each package has its own class for entries with sections; every one of them reads those of the others."""
+    batches = new_batches(8)
+    before, after = (parallel(ranks, size, new_model()) for size in sizes)
+    optimizer, resumed = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (before, after))
+    train(before, optimizer, batches[:3])
+    if reader == "tp_ddp_bridge":  # entries of tp-styles, in torch's form
+        state: dict[str, Any] = dict(get_optimizer_state_dict(before, optimizer))
+        optimizer_state_to_local(after, resumed, state)
+    else:  # entries of tp-ddp-bridge, which torch passes to tp-styles' optimizer; torch moves no DTensor to other ranks
+        state = copy.deepcopy(optimizer_state_to_dtensor(before, optimizer))  # torch loads without a copy
+        for group in state["param_groups"]:
+            group.pop("has_state")
+        train(after, resumed, batches[3:4])  # torch loads into state that exists
+        set_optimizer_state_dict(after, resumed, state)
+    sectioned = [name for name, values in state["state"].items() if hasattr(values["exp_avg"], "_sharding_info")]
+    assert len(sectioned) == SECTIONED[sizes[0]]
+    after.load_state_dict(full_state_dict(before))
+    losses, expected = (train(*pair, batches[3:]) for pair in ((after, resumed), (before, optimizer)))
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+    compared, wanted = 0, full_state_dict(before)
+    for name, value in full_state_dict(after).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-10, msg=name)
+        compared += value.numel()
+    assert compared == sum(p.numel() for p in new_model().parameters())

@@ -154,8 +154,9 @@ def _call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 def _failure(done: subprocess.CompletedProcess[str], page: Path, status: int = 0) -> list[str]:
     if done.returncode == status:
         return []
-    first = done.stderr.find("Traceback")  # under torchrun the launcher's own report comes after it
-    tail = f"{done.stdout[-2000:]}{done.stderr[max(first, 0) :][:4000]}"
+    # Under torchrun the first rank's error comes first, then those of the others, then the launcher's own report.
+    error = done.stderr.split("Traceback")[:2][-1]
+    tail = f"{done.stdout[-2000:]}{error[-4000:]}"
     return [f"{page.relative_to(repo.ROOT)}: exit {done.returncode}: {done.args[-1][:120]}\n{tail}"]
 
 

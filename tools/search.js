@@ -19,7 +19,7 @@ const home = fs.readFileSync(path.join(__dirname, "../docs/index.md"), "utf8");
 const table = home.split("## The word you have in mind")[1].split("\n## ")[0];
 const rows = [...table.matchAll(/^\| (?!word \||-)(.*?) \| (.*) \|$/gm)].map(([, words, pages]) => ({
   words: words.split(", "),
-  pages: [...pages.matchAll(/\]\((.*?)\.md\)/g)].map(([, page]) => `${page}/`),
+  pages: [...pages.matchAll(/\]\(([^)]*?)\.md[)#]/g)].map(([, page]) => `${page}/`),
 }));
 
 (async () => {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ class SectionedTensor(ChunkedTensor):
     """
 
     _sharding_info: ShardingInfo
+    _is_sectioned = True  # also of another package's copy of this class: see `is_sectioned`
 
     @classmethod
     def of(cls, local: torch.Tensor, info: ShardingInfo) -> SectionedTensor:
@@ -84,3 +85,12 @@ class SectionedTensor(ChunkedTensor):
             for (start, _), part in zip(each, values[: sum(sizes)].split(sizes), strict=True):
                 full.narrow(dim, start, len(part)).copy_(part.movedim(0, dim))
         return full
+
+
+def is_sectioned(value: object) -> TypeGuard[SectionedTensor]:
+    """True for an entry with sections, of whichever package.
+
+    Each package has this file under a name of its own: an entry of tp-styles' `state_dict()` is no `SectionedTensor` of
+    tp-ddp-bridge. Taken for a plain tensor, it would show the global shape with one rank's memory.
+    """
+    return hasattr(type(value), "_is_sectioned")

@@ -42,6 +42,7 @@ class Refusing:
     """Mixin of the classes of tensors that hold one rank's shard."""
 
     __slots__ = ()
+    _holds_one_shard = True  # also of another package's copy of this class: see `is_guarded`
     _ways: Ways
     # Of `any` and `all`: `bool(isnan(weight).any())` is a question about this rank's memory; debuggers ask each rank.
     _is_question = False
@@ -80,9 +81,17 @@ class ShardValue(Refusing, torch.Tensor):
             return super().detach()
 
 
+def is_guarded(x: Any) -> bool:
+    """True for a tensor of a class that refuses, of whichever package.
+
+    Each package has this file under a name of its own: a leaf of tp-ddp-bridge is no `Refusing` of tp-styles.
+    """
+    return hasattr(type(x), "_holds_one_shard")
+
+
 def plain(x: torch.Tensor) -> torch.Tensor:
     """Return a shard as a plain tensor with its gradient, for code that knows it to be a shard."""
-    if not isinstance(x, Refusing):
+    if not is_guarded(x):
         return x
     with without_overrides():
         return x.view_as(x)
@@ -121,15 +130,11 @@ _IN_PLACE = re.compile(r"\w*[^_]_|__i(add|sub|mul|truediv|floordiv|mod|pow|and|o
 def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
     with without_overrides():
         # A fact of a tensor; of a traced graph; or a layer's product with its batch, which runs in every step.
-        if (
-            func in _FACTS
-            or isinstance(func, OpOverload)
-            or (func is functional.linear and not isinstance(args[0], Refusing))
-        ):
+        if func in _FACTS or isinstance(func, OpOverload) or (func is functional.linear and not is_guarded(args[0])):
             return func(*args, **kwargs)
         operands = (each if isinstance(each, list | tuple) else [each] for each in (*args, *kwargs.values()))
         tensors = [each for several in operands for each in several if isinstance(each, torch.Tensor)]
-        shards: list[Any] = [each for each in tensors if isinstance(each, Refusing) and _is_shard(each)]
+        shards: list[Any] = [each for each in tensors if is_guarded(each) and _is_shard(each)]
         if shards and func is UNSCALE:  # each rank would skip a step by its own shards
             reason = "the search of torch.amp.GradScaler for infinities"
             refuse_full_read(shards[0], reason, shards[0]._ways.infinities)
@@ -138,12 +143,7 @@ def _run_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
         if not shards or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         target: Any = args[0] if args else None
-        if (
-            isinstance(target, Refusing)
-            and target._is_part
-            and target._ways.write
-            and _IN_PLACE.fullmatch(func.__name__)
-        ):
+        if is_guarded(target) and target._is_part and target._ways.write and _IN_PLACE.fullmatch(func.__name__):
             refuse_full_read(target, f"{func.__name__} of some elements", target._ways.write)
         for shard in shards if func in _NUMBERS or func in _READS_OF_ELEMENTS else ():
             if (shard.dim() or _is_element(shard)) and (func in _NUMBERS or shard.numel() == 1):

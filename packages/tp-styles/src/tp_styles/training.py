@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.consensus import assert_consistent
-from tp_styles._shared.sectioned_tensor import SectionedTensor
+from tp_styles._shared.sectioned_tensor import is_sectioned
 from tp_styles.runtime.parameters import ShardParameter
 
 
@@ -32,9 +32,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         state = model.state_dict()
     except Exception as error:
         fault = error  # raised below, on all ranks
-    divided = [
-        f"{name}: {list(v.shape)} {v.dtype}" for name, v in state.items() if isinstance(v, DTensor | SectionedTensor)
-    ]
+    sharded = {name: value for name, value in state.items() if isinstance(value, DTensor) or is_sectioned(value)}
+    divided = [f"{name}: {list(value.shape)} {value.dtype}" for name, value in sharded.items()]
     for mesh in _meshes(model):
         try:
             assert_consistent(mesh, "full_state_dict", divided, fault, hint="every rank needs the same parameters")
@@ -42,8 +41,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             fault = error
     if fault is not None:
         raise fault
-    sharded = DTensor | SectionedTensor
-    return {name: value.full_tensor() if isinstance(value, sharded) else value for name, value in state.items()}
+    return {name: sharded[name].full_tensor() if name in sharded else value for name, value in state.items()}
 
 
 def _meshes(model: nn.Module) -> list[DeviceMesh]:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
-from tp_ddp_bridge._shared.sectioned_tensor import SectionedTensor
+from tp_ddp_bridge._shared.sectioned_tensor import SectionedTensor, is_sectioned
 from tp_ddp_bridge._shared.stale_parameters import current_parameter, is_stale
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_local_shard, is_replicated_tag, layout_of
@@ -257,9 +257,9 @@ def as_local(parameter: torch.Tensor, value: Any, copies: bool = True) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     layout = layout_of(parameter)
-    if isinstance(value, SectionedTensor) and layout != value._sharding_info:
+    if is_sectioned(value) and layout != value._sharding_info:
         value = value.full_tensor()
-    if isinstance(value, SectionedTensor):
+    if is_sectioned(value):
         local = value.plain()
     elif layout is None or value.shape != layout.shape or value.dim() == 0:
         local, layout = value.full_tensor() if isinstance(value, DTensor) else value, None

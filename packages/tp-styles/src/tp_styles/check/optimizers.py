@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tp_styles._shared.consensus import named_collective
 from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.norms import BRIDGED
-from tp_styles._shared.sectioned_tensor import SectionedTensor
+from tp_styles._shared.sectioned_tensor import SectionedTensor, is_sectioned
 from tp_styles._shared.sharding_info import ShardingInfo, sharding_info_of
 from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import constant_in_graphs, is_compiling, is_fake, local_of, without_compiler
@@ -144,7 +144,7 @@ def _place_state(optimizer: Optimizer) -> None:
                 )
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != shape:
                 continue
-            if isinstance(value, SectionedTensor):  # what `_with_sections` gave, loaded by this optimizer or a new one
+            if is_sectioned(value):  # what `_with_sections` gave, loaded by this optimizer or a new one
                 if value._sharding_info == info:
                     state[key] = value.plain()
                     continue

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.dtensor import as_dtensor
-from tp_styles._shared.sectioned_tensor import SectionedTensor
+from tp_styles._shared.sectioned_tensor import SectionedTensor, is_sectioned
 from tp_styles._shared.shard_values import plain
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo
 from tp_styles._torch_compat import local_of
@@ -197,7 +197,7 @@ def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> tor
 def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
     """Return this rank's shard of an entry; communicates only if the entry has another layout."""
     mesh, placements, shape = info.mesh, info.placements, info.shape
-    if isinstance(value, SectionedTensor):
+    if is_sectioned(value):
         if value._sharding_info == info:
             return value.plain()
         value = value.full_tensor()
