@@ -230,7 +230,7 @@ class EagerStep:
         """Compare an optimizer of shards that has come after the placement, as `place` compares those before it.
 
         Raises:
-            PlanError: On every rank, before its first step: ``model-changed`` if it needs full parameters.
+            PlanError: On every rank, before its first step: ``not-elementwise`` if it needs full parameters.
         """
         assert self.placed is not None
         placed, ids = self.placed, {id(p) for p in self.placed.shards.parameters.values()}
@@ -239,7 +239,7 @@ class EagerStep:
             return
         if why := optimizer_reason(optimizer, self.mesh, set(listed) - ids):
             hint = "call release() before the first call with it: the next one keeps its parameters full"
-            raise PlanError(Problem("model-changed", self.name, found=f"since it is in shards, {why}", hint=hint))
+            raise PlanError(Problem("not-elementwise", self.name, found=f"since it is in shards, {why}", hint=hint))
         placed.optimizers.append(optimizer)
         placed.handles += state.hook_placed((), [optimizer], partial(place_loaded_state, placement_of(self.mesh)))
 
