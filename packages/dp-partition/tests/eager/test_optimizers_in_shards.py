@@ -151,7 +151,6 @@ def test_an_optimizer_that_comes_after_the_placement_is_compared_as_well(ranks: 
     later: list[tuple[Any, str]] = [
         (lambda m: Ratio(m.parameters(), lr=1e-2), ""),
         (lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, fused=True), "fails on shards"),
-        (lambda m: Factored(m.parameters(), lr=1e-2), "fails on shards"),
     ]
     for make, reason in later:
         results = []

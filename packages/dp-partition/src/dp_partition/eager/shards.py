@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -403,12 +405,14 @@ class ClosedTraps:
     _lock = threading.Lock()
     _views = WeakTensorKeyDictionary()
 
-    def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
-        self.meet = meet  # raises on all ranks unless all of them call it
+    def __init__(
+        self, meet: Callable[[], None] = lambda: None, compare: Callable[[Optimizer], None] = lambda optimizer: None
+    ) -> None:
+        self.meet, self.compare = meet, compare  # `compare` raises for an optimizer that needs full parameters
 
     def __enter__(self) -> None:
         with self._lock:
-            running.setdefault(threading.get_ident(), []).append(self.meet)
+            running.setdefault(threading.get_ident(), []).append(self)
             DTensor.__torch_function__ = self._closed  # type: ignore[method-assign]
 
     def __exit__(self, *error: object) -> None:
@@ -469,6 +473,16 @@ class ClosedTraps:
             if name in cls._VIEWS:
                 cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
             return result
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():  # in a compiled step it would be another graph in each call
+        for traps in running.get(threading.get_ident(), [])[-1:]:
+            traps.compare(optimizer)
+
+
+# From now on optimizers are compared at their first step of shards; installed once for the process.
+compare_optimizers = functools.cache(partial(register_optimizer_step_pre_hook, _before_step))
 
 
 def of_each_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

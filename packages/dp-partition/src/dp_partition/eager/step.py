@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dp_partition._shared.consensus import all_gather_objects, assert_consistent, ranks_of, tensor_hashes
 from dp_partition._shared.page import human_bytes
@@ -44,6 +43,7 @@ from dp_partition.eager.shards import (
     ClosedTraps,
     Units,
     Watch,
+    compare_optimizers,
     optimizer_reason,
     place_loaded_state,
     placement_of,
@@ -201,9 +201,8 @@ class EagerStep:
             yield
             return
         units = self.placed.units.modules
-        hook = register_optimizer_step_pre_hook(self._compare_new)
         try:
-            with ClosedTraps(partial(self.placed.shards.meet_in_call, calls)):
+            with ClosedTraps(partial(self.placed.shards.meet_in_call, calls), self._compare_new):
                 yield
             if is_backward_unfinished(units):
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
@@ -223,10 +222,8 @@ class EagerStep:
                 way = 'what an observed call 1 does keeps parameters full: do it there too, or use style="replicate"'
                 error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")
             raise
-        finally:
-            hook.remove()
 
-    def _compare_new(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _compare_new(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare an optimizer of shards that has come after the placement, as `place` compares those before it.
 
         Raises:
@@ -292,6 +289,7 @@ class EagerStep:
         self.reducer = GradientReducer(full, group, self.settings.comm, self.name)
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
         handles = state.hook_placed(reach.modules, reach.optimizers, take)
+        compare_optimizers()
         self.watch = None
         self.placed = Placed(units, reach.optimizers, handles, PlacedShards(self.parameters, self.mesh, self.name))
 
