@@ -290,7 +290,7 @@ class Host(NamedTuple):
     without: tuple[str, ...] = ()
 
 
-TRANSFORMERS = "transformers==5.23.0"  # its tests, from the sdist of this version, run with our styles
+TRANSFORMERS = "transformers==5.24.0"  # its tests, from the sdist of this version, run with our styles
 HOST_TESTS = {
     # The bridge's Accelerator in Hugging Face accelerate: 2 x 2 ranks against one process.
     "accelerate": Host(
@@ -301,7 +301,7 @@ HOST_TESTS = {
     # LoRA of peft under tp-styles against one process.
     "peft": Host("tp-styles", "tests/peft_host.py", ("peft==0.21.2", "transformers>=5,<6")),
     # Collectives of tp-styles under the strict mode of spmd-types, and mistakes that both refuse.
-    "spmd_types": Host("tp-styles", "tests/spmd_types_host.py", ("spmd-types==0.3.0",)),
+    "spmd_types": Host("tp-styles", "tests/spmd_types_host.py", ("spmd-types==0.3.1",)),
     # tp-styles inside transformers: its own tensor-parallel checks, with our styles registered.
     "transformers": Host(
         "tp-styles", "tests/transformers_host.py", (TRANSFORMERS, "accelerate==1.15.0", "numpy", "parameterized")

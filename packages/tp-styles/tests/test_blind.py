@@ -361,3 +361,54 @@ def test_a_forgotten_sum_is_found_in_bfloat16(ranks: Ranks, monkeypatch: pytest.
             else:
                 model(x)
     assert found == 4
+
+
+class Turned(nn.Module):
+    """A table of positions goes as an argument into a block that turns this rank's channels by it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+        def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            turned = self.up(x).unflatten(-1, (-1, 8)) * positions  # (batch, positions, heads, 8) by (positions, 1, 8)
+            result: torch.Tensor = self.down(turned.flatten(-2))
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 8).requires_grad_(False)
+        self.blocks = nn.ModuleList(Turned.Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = self.table(torch.arange(6)).unsqueeze(1)
+        for block in self.blocks:
+            x = x + block(x, positions=positions)
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_an_argument_that_each_rank_uses_on_its_shard_has_its_gradient_summed(ranks: Ranks) -> None:
+    """Frozen at the first call, a table without the sum is found there; with it the table trains once it thaws."""
+    mesh = ranks.mesh((2,), ("tp",))
+    plan: dict[str, Any] = {"blocks.*.up": tp.ColwiseParallel(), "blocks.*.down": tp.RowwiseParallel()}
+    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    forgotten = models.seeded(Turned).double()
+    tp.apply_plan(forgotten, mesh, plan)
+    with pytest.raises(tp.PlanError, match=r"check-mismatch.*input-gradient differs"):
+        forgotten(x)
+    model, alone = (models.seeded(Turned).double() for _ in range(2))
+    summed = tp.BlockParallel(sum_gradient=("positions",))
+    handle = tp.apply_plan(model, mesh, {**plan, "blocks.*": summed})
+    assert "positions" in handle.report()
+    model(x)
+    assert "equal to the original" in handle.report()
+    for each in (model, alone):
+        each.table.requires_grad_(True)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.05)
+        for _ in range(5):
+            optimizer.zero_grad()
+            models.square_loss(each(x), torch.ones_like(x)).backward()
+            optimizer.step()
+    assert models.assert_close(tp.full_state_dict(model), alone.state_dict(), atol=1e-12) == 48 + 2 * (544 + 528)

@@ -246,6 +246,10 @@ class Conversion:
             owner, _, key = name.rpartition(".")
             if owner not in region.picked:  # these have a style of their own
                 summed.setdefault(owner, []).append(key)
+        taken = inspect.signature(self.module.get_submodule(region.block.name).forward).parameters
+        for name in LEARNED_POSITIONS if region.block.kind == "attention" else ():
+            if name in taken:
+                summed.setdefault(region.block.name, []).append(name)
         for owner in dict.fromkeys((*counts, *cut, *summed)):  # one style for each module
             module = self.module.get_submodule(owner)
             entry = self.found.get(owner)  # a module with two blocks
@@ -379,6 +383,8 @@ def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]
     return counts
 
 
+LEARNED_POSITIONS = ("sinusoidal_pos",)
+"""Arguments of an attention that come from a table of parameters (RoFormer's) and turn the vectors of each head."""
 # Usual names of the channels of all query heads, and of all key-value heads.
 WIDTHS = (
     *("split_size", "inner_dim", "all_head_size", "q_size", "d_attn", "inner_size"),

@@ -93,7 +93,8 @@ class BlockParallel(ParallelStyle):
 
     Args:
         shard: Name of a parameter below the block -> dim along which each rank holds its shard.
-        sum_gradient: Names of parameters held in full and used on a rank's shard: gradients are summed.
+        sum_gradient: Names of parameters held in full, or of arguments of the forward equal on all ranks, that are used
+            on a rank's shard (rotary positions of its heads): gradients are summed.
         buffers: Name of a buffer outside the state dict (`persistent=False`) -> dim, as `shard`.
         attributes: Names of counts below the block, divided by the number of ranks (`num_heads`,
             `conv.groups`); or name -> value on every rank.
@@ -126,9 +127,12 @@ class BlockParallel(ParallelStyle):
                     hint="plan again for this number of ranks",
                 )
             )
-        parameters = []
+        parameters, inputs = [], []
         for name in (*self.shard, *self.sum_gradient):
             parameter = info.parameter(name)
+            if parameter is None and name in self.sum_gradient and name in info.arguments:
+                inputs.append((name, Redistribution(Replicate(), Replicate(), gradient=Partial())))
+                continue
             if parameter is None:
                 problems.append(Problem("unknown-name", info.where(name), hint="the plan is for another model"))
                 continue
@@ -138,8 +142,9 @@ class BlockParallel(ParallelStyle):
         # Counts are divided when they are set: sizes of modules below are not known here.
         counts = self.attributes if isinstance(self.attributes, dict) else dict.fromkeys(self.attributes, PerRank())
         return StyleSpec(
-            compute="module" if parameters else "none",  # layers have styles of their own
+            compute="module" if parameters else "hooks" if inputs else "none",  # layers have styles of their own
             parameters=tuple(parameters),
+            inputs=tuple(inputs),
             buffers=tuple(self.buffers.items()),
             attributes=tuple(counts.items()),
             problems=tuple(problems),
