@@ -232,7 +232,7 @@ def meta_of(node: fx.Node) -> NodeMeta:
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return the kind of a placeholder's input, as `Input.kind`; empty for every other node."""
+    """Return the kind of a placeholder's input, as `GraphValue.kind`; empty for every other node."""
     notes = meta_of(node)
     return notes["input"].kind if "input" in notes else ""
 
