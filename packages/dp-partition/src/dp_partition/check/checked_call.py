@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,7 @@ from dp_partition.plan.placements import all_groups, name_of, warn_on_first
 from dp_partition.plan.plan import Settings
 from dp_partition.runtime.consensus import raise_naming_peers
 from dp_partition.runtime.program import Program
-from dp_partition.runtime.state import Binding, Snapshot, full_tensor, live_tensors, local_tensor
+from dp_partition.runtime.state import Binding, Snapshot, full_tensor, full_tensors, live_tensors, local_tensor
 
 # Accepted ratio of the graph's error to the spread of right results.
 FACTOR = 10.0
@@ -194,7 +195,7 @@ class CheckedCall:
         """Compare; raise on every rank what any rank found, or choose the next call to check."""
         mismatches: list[Difference] = []
         if ended.outcome is not None:
-            graph = live_outcome(self.binding.step_state, self.arguments, result, local_tensor)
+            graph = live_outcome(self.binding.step_state, self.arguments, result, partial(map, local_tensor))
             graph.add_gradients(self.gradients)
             mismatches = differences(graph, ended.outcome)
             if not draws_alike:
@@ -506,7 +507,7 @@ class CheckedEagerCall(CheckedCall):
         if reason or ended.outcome is None:
             self.note_unchecked(reason)
             return result
-        outcome = live_outcome(state_of(self.reach), self.live_arguments, result, full_tensor)
+        outcome = live_outcome(state_of(self.reach), self.live_arguments, result, full_tensors)
         mismatches = differences(outcome, ended.outcome)
         if any(self.gather(len(mismatches))):
             self.before, python = Snapshot(self.binding, self.arguments), PythonState(*self.roots)

@@ -402,7 +402,15 @@ def hook_placed(
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on every rank; a copy if it was sharded."""
-    return full_copies([tensor], tensor.device_mesh)[0] if isinstance(tensor, DTensor) else tensor.detach()
+    return full_tensors([tensor])[0]
+
+
+def full_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return full tensors on every rank, copies of those that were sharded, by few large messages."""
+    tensors = list(tensors)
+    placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    copies = iter(full_copies(placed, placed[0].device_mesh) if placed else ())
+    return [next(copies) if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
 
 
 class Snapshot:
