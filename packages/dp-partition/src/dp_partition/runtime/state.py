@@ -114,11 +114,12 @@ class Binding:
         """Make every rank's tensors equal to rank 0's, and place the parameters; `reconcile` places optimizer state."""
         step_state = self.step_state
         states = [x for *_, own in step_state.states() for x in own.values() if isinstance(x, torch.Tensor)]
-        copy_from_first([*step_state.params.values(), *step_state.buffers.values(), *states], self.mesh)
+        values = {fqn: param.detach().clone() for fqn, param in step_state.params.items()}  # old ones keep their own
+        copy_from_first([*values.values(), *step_state.buffers.values(), *states], self.mesh)
         swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
         for fqn, param in step_state.params.items():
             placement = self.plan[fqn].param
-            local = local_shard(param.detach(), placement, self.world, self.rank)
+            local = local_shard(values.pop(fqn), placement, self.world, self.rank)  # frees the full copy
             shard = as_dtensor(local, self.mesh, on_mesh(placement, self.mesh), param.shape, param.stride())
             swap[id(param)] = param, parameter_like(shard, param)
 
