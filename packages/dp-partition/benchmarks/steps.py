@@ -81,8 +81,8 @@ def measure(name: str, column: str, rank: int) -> dict[str, Any]:
     if door == "distribute":
         units = runner.eager.units
         result |= {"full": len(units.full), "why": next(iter(units.full.values()), "")}
-        result |= {"params": len(runner.eager.parameters), "unchecked": runner.unchecked}
-    result["checked"] = len(runner.checked) if door == "distribute" else runner.schedule.num_checked
+        result |= {"params": len(runner.eager.parameters), "unchecked": "; ".join(runner.schedule.unchecked)}
+    result["checked"] = runner.schedule.num_checked
     step.release()
     values = watched(script)
     result["error"] = max(distance(values, by_hand), distance(results, metrics))

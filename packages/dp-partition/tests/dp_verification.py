@@ -116,8 +116,7 @@ def input_values(
     shared: dict[int, Any] = {}
     for index, entry in enumerate(capture.inputs):
         if entry.kind == "hyper":
-            assert entry.hyper is not None
-            shared[index] = hyperparameters[entry.hyper]
+            shared[index] = hyperparameters[entry.key]
         elif entry.kind == "param":
             param = step_state.params[entry.name]
             shared[index] = _perturbed(full_tensor(param) if placed else param.detach(), generator)

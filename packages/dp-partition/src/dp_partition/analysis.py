@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from dp_partition._shared.page import human_bytes
-from dp_partition._torch_compat import collectives, pytree, storage_key
+from dp_partition._torch_compat import collectives, storage_key
 from dp_partition.capture.phases import carried_names, parameter_of
-from dp_partition.nodes import Phase, aten, is_collective, is_tensor, is_wait, kind_of, meta_of
+from dp_partition.nodes import Phase, aten, is_collective, is_tensor, is_wait, kind_of, meta_of, tensors_of
 from dp_partition.plan.placements import NodeType
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -83,10 +83,6 @@ def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:
     waits = [user for user in users if is_wait(user)]
     waits += [inner for user in users if not is_wait(user) for inner in user.users if is_wait(inner)]  # through getitem
     return [positions[wait] for wait in waits] or [positions[node]]
-
-
-def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
 def explain_sums(messages: tuple[Message, ...]) -> list[str]:

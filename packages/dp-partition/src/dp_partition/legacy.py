@@ -23,8 +23,8 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, pytree
 from dp_partition.api import compile as compile_step
 from dp_partition.nodes import meta_of
-from dp_partition.passes.insert_collectives import Mover, local_inputs, record_local_values
-from dp_partition.passes.normalize import decompose, eliminate_dead, erase_profiler, merge_aliases, remove_tags
+from dp_partition.passes.insert_collectives import Mover, erase_tags, local_inputs, record_local_values
+from dp_partition.passes.normalize import decompose, eliminate_dead, erase_profiler, merge_aliases
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import (
     DataParallelStrategy,
@@ -310,7 +310,7 @@ def build_data_parallel_strategies(
 def prepare(module: GraphModule) -> None:
     """Bring a traced step into canonical form, for global semantics."""
     erase_profiler(module.graph)
-    remove_tags(module.graph)
+    erase_tags(module.graph)
     merge_aliases(module.graph)
     eliminate_dead(module.graph)
     decompose(module, _fake_mode(module.graph))

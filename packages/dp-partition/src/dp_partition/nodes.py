@@ -137,6 +137,11 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Return the fake tensors that a node stands for: none, one or several."""
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
 def place_of(node: fx.Node) -> Any:
     """Return shape, strides, dtype and place in memory of a node's tensor, for comparison."""
     value = node.meta.get("val")
@@ -182,17 +187,22 @@ class Hyperparameter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Input:
-    """One placeholder: ``kind`` is param, buffer, state, hyper, number or arg. ``key`` that of a state entry."""
+class GraphValue:
+    """One value that enters a graph, by a placeholder, or leaves it: for the caller, or to install.
+
+    ``kind`` is param, buffer, state (``key`` is that of the entry), hyper (``key`` is the `Hyperparameter`), number or
+    arg; of what leaves it also user, attribute (``key`` is a module and a name: a tensor that a forward leaves there),
+    and argument: the gradient left by backward on a tensor argument.
+    """
 
     kind: str
-    name: str
+    name: str = ""
     key: Any = None
     optimizer: int = 0
-    hyper: Hyperparameter | None = None
 
     @property
     def label(self) -> str:
+        """Name of an input."""
         if self.kind == "hyper":
             return self.name
         tail = "" if self.key is None else f"_{self.key}"
@@ -203,7 +213,7 @@ class NodeMeta(TypedDict, total=False):
     """Notes on one node; each exists from its writing pass on."""
 
     val: Any  # the fake value, as in torch's own passes
-    input: Input  # source of a placeholder's value
+    input: GraphValue  # source of a placeholder's value
     phase: Phase  # part of the step in which a node runs; packing and unpacking of buckets have none
     gradient: str  # name of the gradient's parameter, once tags are removed; empty: one without a name
     mean_gradient: str  # the same, for the mean over micro-batches
@@ -222,7 +232,7 @@ def meta_of(node: fx.Node) -> NodeMeta:
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return the kind of a placeholder's input, as `Input.kind`; empty for every other node."""
+    """Return the kind of a placeholder's input, as `GraphValue.kind`; empty for every other node."""
     notes = meta_of(node)
     return notes["input"].kind if "input" in notes else ""
 

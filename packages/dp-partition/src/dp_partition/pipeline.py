@@ -23,7 +23,7 @@ from dp_partition.capture.tracer import Capture, trace_step
 from dp_partition.nodes import kind_of, meta_of
 from dp_partition.passes.bucketing import bucket_and_schedule
 from dp_partition.passes.insert_collectives import Inserter, Mover, erase_tags, local_inputs
-from dp_partition.passes.normalize import decompose, make_contiguous_for_fused, normalize, remove_tags
+from dp_partition.passes.normalize import decompose, make_contiguous_for_fused, normalize
 from dp_partition.passes.save_memory import repeat_for_microbatches, reshard_after_forward, update_own_rows
 from dp_partition.plan.placements import NodeType, RankLocal, num_replicas, shard_group, shard_rank
 from dp_partition.plan.plan import CommConfig, PartitionPlan, Settings
@@ -97,7 +97,7 @@ def capture_single_device(
         repeat_for_microbatches(capture, accumulate, batch_dim)
     if not local:
         # Gradients are noted on their nodes: a tag would hide their operators from the rules.
-        remove_tags(capture.module.graph)
+        erase_tags(capture.module.graph)
         # Every remaining operator has a rule, or runs on replicated inputs.
         decompose(capture.module, capture.mode)
     # ZeRO-1 and 2: all nodes after the last gradient work on this rank's rows of each replicated parameter.

@@ -31,7 +31,7 @@ from dp_partition.capture.state import (
     without_data,
 )
 from dp_partition.capture.tracer import asks_for_values, defined_at, trace_problem, user_line
-from dp_partition.check.checked_call import CheckedCall, CheckSchedule
+from dp_partition.check.checked_call import CheckedCall, StepRunner
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import name_of, num_replicas, shard_world, warn_on_first, without_compiler
 from dp_partition.plan.plan import PartitionPlan, Settings, TensorInfo, not_placed, plan_placements
@@ -43,7 +43,6 @@ from dp_partition.runtime.consensus import (
     collectives_digest,
     compare_values,
     largest_of,
-    raise_naming_peers,
 )
 from dp_partition.runtime.program import Program, bind_inputs, check_no_gradients, reconcile, store_outputs
 from dp_partition.runtime.state import (
@@ -294,22 +293,22 @@ def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads
     return leaves, call.spec, training, trained, optimizers.key, constants
 
 
-class Runner:
+class Runner(StepRunner):
     """State of a step between calls."""
+
+    token = ""
 
     def __init__(
         self, function: Callable[..., Any], mesh: DeviceMesh, settings: Settings, share: Runner | None = None
     ) -> None:
-        self.mesh, self.settings = mesh, settings
         self.traces = Traces(function, mesh, settings)
-        self.name = self.traces.name
+        super().__init__(self.traces.function, mesh, settings)
         self.share = share  # another runner; its placed parameters are used
         self.sharers: list[Runner] = []  # other runners with this one's placed parameters
         if share is not None:
             share.owner.sharers.append(self)
         self.binding: Binding | None = None  # the placed model and optimizers; None before the first call
         self.agreed: list[Mapping[str, str]] = []  # what ranks have compared of their programs
-        self.schedule = CheckSchedule(settings.check)
 
     def checks(self) -> str:
         """Return the checked calls as text for the plan."""
@@ -317,15 +316,6 @@ class Runner:
             return "unchecked: check='never'"
         text = f"{self.schedule.num_checked} of {self.schedule.calls} calls checked against the eager step"
         return "; unchecked: ".join([text, *self.schedule.unchecked])
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one step on this rank's batch, as a graph."""
-        is_checked = self.schedule.is_due()
-        try:
-            return self.due_call(args, kwargs, is_checked)
-        except Exception as error:
-            raise_naming_peers(error, self.schedule.token, self.mesh, self.subject)
-            raise
 
     def due_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_checked: bool) -> Any:
         binding = self.binding
@@ -338,8 +328,8 @@ class Runner:
             else:
                 binding.memory = HeldMemory(binding.step_state.params)
             self.binding = binding
-            if self.mesh.size() > 1 and not self.schedule.token:  # for traces that all ranks make in one call
-                self.schedule.token = all_gather_objects(self.mesh, secrets.token_hex(8), self.name)[0]
+            if self.mesh.size() > 1 and not self.token:  # for traces that all ranks make in one call
+                self.token = all_gather_objects(self.mesh, secrets.token_hex(8), self.name)[0]
             self.agreed.append(facts)  # later traces of one rank alone must equal it
             optimizers = reconcile(binding)
             self.traces.programs[self.traces.key_of(binding.step_state, call, optimizers)] = [program]
@@ -385,11 +375,6 @@ class Runner:
                 gradients.update(noted)
         store_outputs(binding, program, values, call.leaves)
         return program.capture.returned.result(values)
-
-    @property
-    def subject(self) -> str:
-        """Call and rank, for errors of one rank."""
-        return f"call {self.schedule.calls} of {self.name} on rank {dist.get_rank()}"
 
     @property
     def owner(self) -> Runner:
@@ -584,4 +569,4 @@ class Runner:
     @property
     def trace_label(self) -> str:
         """Text for a trace in this call, common to all ranks; empty without one."""
-        return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
+        return f"{self.token}/{self.schedule.calls}" if self.token and self.mesh.size() > 1 else ""

@@ -55,7 +55,8 @@ def test_the_first_calls_of_every_pattern_are_compared(ranks: Ranks, style: Any)
             compiled(*_batch(call, ranks.rank))
         runner = runner_of(compiled)
         number, reason = UNCHECKED.get(name, (2, ""))
-        assert runner.unchecked.startswith(reason) and bool(runner.unchecked) == bool(reason), (name, runner.unchecked)
+        unchecked = "".join(runner.schedule.unchecked)
+        assert unchecked.startswith(reason) and bool(unchecked) == bool(reason), (name, unchecked)
         assert len(runner.checked) == (number + (style == "fully_shard") if not reason else number), name
         text = compiled.plan.explain()
         counted = f"{len(runner.checked)} calls of {runner.name} checked against the step on a full copy"
@@ -112,7 +113,7 @@ def test_what_a_caller_changes_between_calls_is_compared(ranks: Ranks, style: An
             if call < 2:
                 change(model, optimizer)
         runner = runner_of(compiled)
-        assert not runner.unchecked, name
+        assert not runner.schedule.unchecked, name
         assert len(runner.checked) == 2 + (style == "fully_shard"), name
         compiled.release()
 
@@ -190,7 +191,7 @@ def test_a_second_run_leaves_nothing_behind(ranks: Ranks, style: Any) -> None:
         compiled(*_batch(call, ranks.rank))
     assert len(log) == 5
     runner = runner_of(compiled)
-    assert len(runner.checked) == 2 + runner.eager.is_sharded and not runner.unchecked
+    assert len(runner.checked) == 2 + runner.eager.is_sharded and not runner.schedule.unchecked
     torch.manual_seed(7)
     torch.rand(4, WIDTH, dtype=torch.float64)
     expected = torch.rand(1)
@@ -277,7 +278,7 @@ def test_a_model_that_grows_after_the_first_call_is_compared(ranks: Ranks, style
     optimizer.add_param_group({"params": list(model[1].parameters())})
     losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
     runner = runner_of(compiled)
-    assert len(runner.checked) == 2 + runner.eager.is_sharded and not runner.unchecked
+    assert len(runner.checked) == 2 + runner.eager.is_sharded and not runner.schedule.unchecked
     assert len(runner.eager.parameters) == 4 and losses[-1] < losses[0]
 
 
@@ -319,7 +320,7 @@ def test_buffers_of_odd_layouts_raise_nothing(ranks: Ranks, style: Any) -> None:
     losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
     runner = runner_of(compiled)
     assert losses[-1] < losses[0]
-    assert len(runner.checked) == 2 + runner.eager.is_sharded, runner.unchecked
+    assert len(runner.checked) == 2 + runner.eager.is_sharded, runner.schedule.unchecked
 
 
 @pytest.mark.ranks(2)
@@ -341,7 +342,7 @@ def test_a_copy_that_fails_on_one_rank_leaves_the_call_unchecked_on_all(ranks: R
     with patch.object(checked_call, "copy_step", copy):
         losses = [compiled(*_batch(0, ranks.rank)) for _ in range(4)]
     runner = runner_of(compiled)
-    assert not runner.checked and "of the test" in runner.unchecked
+    assert not runner.checked and "of the test" in runner.schedule.unchecked[0]
     assert copies == (1 if fails_at == 1 else 2) and losses[-1] < losses[0]
 
 
@@ -384,5 +385,5 @@ def test_a_copy_that_fails_on_one_rank_without_a_word(ranks: Ranks) -> None:
         for call in range(3):
             compiled(*_batch(call, ranks.rank), cache)
         runner = runner_of(compiled)
-        assert not runner.checked and runner.unchecked
+        assert not runner.checked and runner.schedule.unchecked
         compiled.release()

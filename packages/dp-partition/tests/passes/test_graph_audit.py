@@ -17,10 +17,9 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_partition._torch_compat import collectives, storage_key
-from dp_partition.analysis import tensors_of
 from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import find_step_state
-from dp_partition.nodes import arguments, is_collective, is_op, is_wait, mutated_inputs
+from dp_partition.nodes import arguments, is_collective, is_op, is_wait, mutated_inputs, tensors_of
 from dp_partition.pipeline import build_program
 from dp_partition.plan.placements import fake_mesh
 from dp_partition.plan.plan import CommConfig, Settings, TensorInfo, plan_placements

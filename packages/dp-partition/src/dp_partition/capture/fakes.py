@@ -37,7 +37,7 @@ from dp_partition.capture.inputs import SYMBOLS, close_arguments, open_result, r
 from dp_partition.capture.phases import Phases
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
-from dp_partition.nodes import Hyperparameter, Input
+from dp_partition.nodes import GraphValue, Hyperparameter
 
 REACHED = (
     "it is reached through a list or an attribute that the step does not get as an argument",
@@ -133,15 +133,17 @@ def make_fakes(
     )
 
 
-def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
-    pairs: list[tuple[Input, torch.Tensor]] = [(Input("param", fqn), param) for fqn, param in fakes.params.items()]
-    pairs += [(Input("buffer", fqn), buffer) for fqn, buffer in fakes.buffers.items()]
+def flatten_inputs(fakes: Fakes) -> tuple[list[GraphValue], list[torch.Tensor]]:
+    pairs: list[tuple[GraphValue, torch.Tensor]] = [
+        (GraphValue("param", fqn), param) for fqn, param in fakes.params.items()
+    ]
+    pairs += [(GraphValue("buffer", fqn), buffer) for fqn, buffer in fakes.buffers.items()]
     for (number, fqn), state in fakes.states.items():
         entries = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
-        pairs += [(Input("state", fqn, key, number), value) for key, value in entries]
-    pairs += [(Input("hyper", hyper.label, hyper=hyper), scalar) for hyper, scalar in fakes.hyperparameters.items()]
-    pairs += [(Input("number", str(position)), scalar) for position, scalar in fakes.live.items()]
-    pairs += [(Input("arg", str(index)), tensor) for index, tensor in enumerate(fakes.args)]
+        pairs += [(GraphValue("state", fqn, key, number), value) for key, value in entries]
+    pairs += [(GraphValue("hyper", hyper.label, hyper), scalar) for hyper, scalar in fakes.hyperparameters.items()]
+    pairs += [(GraphValue("number", str(position)), scalar) for position, scalar in fakes.live.items()]
+    pairs += [(GraphValue("arg", str(index)), tensor) for index, tensor in enumerate(fakes.args)]
     return [entry for entry, _ in pairs], [tensor for _, tensor in pairs]
 
 
@@ -216,7 +218,7 @@ def _install_optimizer(
                 group[hyper.key] = tuple(value if i == hyper.element else old for i, old in enumerate(group[hyper.key]))
 
 
-def check_memory(inputs: list[Input], tensors: list[torch.Tensor], memory: list[tuple[Any, int]]) -> None:
+def check_memory(inputs: list[GraphValue], tensors: list[torch.Tensor], memory: list[tuple[Any, int]]) -> None:
     """Refuse ``param.data = value``: no operator writes, so a graph would leave it out."""
     hint = "write in place: param.data.mul_(...), param.data.copy_(...)"
     moved = [e for e, t, (_, key) in zip(inputs, tensors, memory, strict=True) if storage_key(t) != key]
@@ -248,20 +250,6 @@ def use_first_sizes(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 @dataclass(frozen=True)
-class Output:
-    """One value returned by the graph: for the user, or to install.
-
-    ``kind`` is user, buffer, state, hyper (``key`` is the `Hyperparameter`), attribute (``key`` is a module and a name:
-    a tensor that a forward leaves there), or argument: the gradient left by backward on a tensor argument.
-    """
-
-    kind: str
-    name: str = ""
-    key: Any = None
-    optimizer: int = 0
-
-
-@dataclass(frozen=True)
 class _Position:
     """Position in the flattened result of a value returned by the graph."""
 
@@ -272,7 +260,7 @@ class _Position:
 class Returned:
     """The outputs of one call, without their values."""
 
-    outputs: list[Output]  # kind of each value returned by the graph
+    outputs: list[GraphValue]  # kind of each value returned by the graph
     # the step's result, flattened; tensors and symbols are replaced by their position in the outputs
     user_leaves: list[Any]
     user_spec: Any  # structure of the result
@@ -321,8 +309,8 @@ def collect_outputs(
         if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
             leaves[position] = _Position(len(values))  # filled in after each run
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
-    outputs = [Output("user")] * len(values)
-    new: list[tuple[Any, Output]] = []
+    outputs = [GraphValue("user")] * len(values)
+    new: list[tuple[Any, GraphValue]] = []
     for fqn, module, attribute, is_param in step_state.slots():
         table: dict[str, Any] = module._parameters if is_param else module._buffers
         name = step_state.aliases.get(fqn, fqn)
@@ -332,7 +320,7 @@ def collect_outputs(
         if is_param:
             raise PlanError(Problem("parameter-replaced", fqn, found="the step puts a new parameter in place"))
         if table[attribute] is not None:
-            new.append((table[attribute], Output("buffer", fqn)))
+            new.append((table[attribute], GraphValue("buffer", fqn)))
     for number, optimizer in enumerate(step_state.optimizers):
         for fqn, param in fakes.params.items():
             before = fakes.states.get((number, fqn), {})
@@ -342,7 +330,7 @@ def collect_outputs(
                 is_first = type(value) in (int, float) and (old is None or isinstance(old, SYMBOLS))
                 if isinstance(value, (torch.Tensor, *SYMBOLS)) or is_first:
                     if value is not old:  # updates in place need no output
-                        new.append((value, Output("state", fqn, key, number)))
+                        new.append((value, GraphValue("state", fqn, key, number)))
                 elif value != old and not (old is None and value is None):
                     raise PlanError(
                         Problem(
@@ -352,10 +340,12 @@ def collect_outputs(
                             hint="keep what changes in tensors or numbers",
                         )
                     )
-    new += [(value, Output("hyper", key=hyper)) for hyper, value in written.items()]
+    new += [(value, GraphValue("hyper", key=hyper)) for hyper, value in written.items()]
     for module in step_state.reads.modules:
         left_there = [(key, value) for key, value in vars(module).items() if isinstance(value, FakeTensor)]
-        new += [(value, Output("attribute", key=(module, key))) for key, value in left_there]
-    new += [(x.grad, Output("argument", str(n))) for n, x in enumerate(fakes.args) if x.is_leaf and x.grad is not None]
+        new += [(value, GraphValue("attribute", key=(module, key))) for key, value in left_there]
+    new += [
+        (x.grad, GraphValue("argument", str(n))) for n, x in enumerate(fakes.args) if x.is_leaf and x.grad is not None
+    ]
     values += [value.detach() if isinstance(value, torch.Tensor) else value for value, _ in new]
     return values, Returned([*outputs, *(output for _, output in new)], leaves, spec)

@@ -44,7 +44,7 @@ from dp_partition.capture.fakes import (
 from dp_partition.capture.inputs import CallArguments, changes_recorded
 from dp_partition.capture.phases import TAG_GRAD, Phases, RandomReplay, gradients_tagging, mark_phases
 from dp_partition.capture.state import StepState, keyless_state
-from dp_partition.nodes import Hyperparameter, Input, meta_of
+from dp_partition.nodes import GraphValue, Hyperparameter, meta_of
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Capture:
     """A traced train step."""
 
     module: fx.GraphModule  # the graph at full parameter shapes; placeholders are in the order of ``inputs``
-    inputs: list[Input]
+    inputs: list[GraphValue]
     returned: Returned  # values returned and installed by the step, as outputs of the graph
     mode: FakeTensorMode  # the fake mode of the nodes' ``meta["val"]``
     live: LiveNumbers

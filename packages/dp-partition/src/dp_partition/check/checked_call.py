@@ -17,10 +17,13 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dp_partition._shared.consensus import all_gather_objects, capture_errors
 from dp_partition._shared.copying import CannotCopyError, Transform
@@ -45,9 +48,11 @@ from dp_partition.check.reference import (
     run_reference,
 )
 from dp_partition.nodes import meta_of
-from dp_partition.plan.placements import all_groups, warn_on_first
+from dp_partition.plan.placements import all_groups, name_of, warn_on_first
+from dp_partition.plan.plan import Settings
+from dp_partition.runtime.consensus import raise_naming_peers
 from dp_partition.runtime.program import Program
-from dp_partition.runtime.state import Binding, Snapshot, full_tensor, live_tensors, local_tensor
+from dp_partition.runtime.state import Binding, Snapshot, full_tensor, full_tensors, live_tensors, local_tensor
 
 # Accepted ratio of the graph's error to the spread of right results.
 FACTOR = 10.0
@@ -85,6 +90,8 @@ class CheckedCall:
     """
 
     hint = UNCHECKED_HINT  # of a mismatch
+    # Way on for an object without a copy: a generator's first batch, say, would be used for ever, without any check.
+    must_copy = "pass it to the step as an argument, or its value; check='never' runs the graph without any check"
 
     def __init__(self, runner: Any, binding: Binding, program: Program, call: CallArguments) -> None:
         self.runner, self.binding, self.program, self.call = runner, binding, program, call
@@ -96,40 +103,23 @@ class CheckedCall:
         self.is_shared = self.communicates or binding.mesh.size() == 1
 
     def run(self) -> Any:
-        reason = self.not_checkable()
-        if reason:
-            return self.unchecked(reason)
-        try:
+        copies: list[StepCopy] = []
+
+        def prepared() -> str:
             self.before = Snapshot(self.binding, self.arguments)
             # Tensors from outside of the step's arguments; the graph may write them.
             module = self.program.module
             tensors = [getattr(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"]
             self.constants = [(t, t.detach().clone()) for t in tensors if isinstance(t, torch.Tensor)]
             self.random = self.random_state()
-            copied, reason = self.copy(), ""
-        except CannotCopyError as error:
-            copied, reason = None, f"cannot copy {error}"
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            copied, reason = None, "out of memory"
-        reasons = [(rank, text) for rank, text in enumerate(self.gather(reason)) if text]
-        uncopied = [f"rank {rank}: {text}" for rank, text in reasons if text.startswith("cannot copy")]
-        if uncopied:
-            # Otherwise a generator's first batch, say, would be used for ever, without any check.
-            self.advance(again=True)
-            problem = Problem(
-                "check-error",
-                self.runner.name,
-                found="; ".join(uncopied)[:600],
-                hint="pass it to the step as an argument, or its value; check='never' runs the graph without any check",
-            )
-            raise CheckMismatch([problem], "the step cannot be compared with its eager run")
-        if copied is None or reasons:
-            return self.unchecked(reasons[0][1])
+            copies.append(self.copy())
+            return ""
+
+        reason = self.not_checkable() or self.refused(prepared)
+        if reason:
+            return self.unchecked(reason)
         with self.taken_back():
-            ended = self.own_run(copied)
-            del copied
+            ended = self.own_run(copies.pop())
         drawn = self.random_state()
         self.random.restore()
         result = self.graph_run(self.gradients)
@@ -137,6 +127,32 @@ class CheckedCall:
             local = self.runner.settings.semantics == "local"
             self.conclude(ended, result, not local or self.random_state().equals(drawn))
         return result
+
+    def refused(self, attempt: Callable[[], str]) -> str:
+        """Return the first reason of any rank against a comparison; empty if there is none on all of them.
+
+        Raises:
+            CheckMismatch: On every rank, with the error of an attempt that fails otherwise than for an object without
+                a copy or for lack of memory (code ``check-error``): that is no reason to go on unchecked. Nor is an
+                object without a copy, where the step must have one.
+        """
+        reason, error = capture_errors(attempt)
+        failed, hint = "", UNCHECKED_HINT
+        if isinstance(error, CannotCopyError) and self.must_copy:
+            failed, hint = f"cannot copy {error}", self.must_copy
+        elif isinstance(error, CannotCopyError):
+            reason = str(error)
+        elif error is not None and is_out_of_memory(error):
+            reason = f"out of memory: {error}"
+        elif error is not None:
+            failed = f"{type(error).__name__}: {error}"
+        rows = self.gather((reason or "", failed))
+        failures = [f"rank {rank}: {text}"[:600] for rank, (_, text) in enumerate(rows) if text]
+        if failures:
+            self.advance(again=True)
+            problems = [Problem("check-error", self.runner.name, found=text, hint=hint) for text in failures]
+            raise CheckMismatch(problems, "the step cannot be compared with its run on a full copy") from error
+        return next((text for text, _ in rows if text), "")
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
@@ -179,7 +195,7 @@ class CheckedCall:
         """Compare; raise on every rank what any rank found, or choose the next call to check."""
         mismatches: list[Difference] = []
         if ended.outcome is not None:
-            graph = live_outcome(self.binding.step_state, self.arguments, result, local_tensor)
+            graph = live_outcome(self.binding.step_state, self.arguments, result, partial(map, local_tensor))
             graph.add_gradients(self.gradients)
             mismatches = differences(graph, ended.outcome)
             if not draws_alike:
@@ -358,13 +374,15 @@ class CheckedCall:
         return result
 
     def note_unchecked(self, reason: str) -> None:
-        """Record an unchecked call in the plan; warn once for each reason."""
-        if reason not in self.runner.schedule.unchecked:
-            self.runner.schedule.unchecked.append(reason)
-            if "memory" in reason:
-                warn_on_first(
-                    self.runner.mesh, f"{self.runner.name} is not checked against its eager run: {reason}", stacklevel=2
-                )
+        """Record an unchecked call in the plan; warn once for each reason that more memory would remove."""
+        schedule, name = self.runner.schedule, self.runner.name
+        if reason not in schedule.unchecked:
+            schedule.unchecked.append(reason)
+            if self.must_copy and "memory" in reason:
+                warn_on_first(self.runner.mesh, f"{name} is not checked against its eager run: {reason}", stacklevel=2)
+            elif not self.must_copy and not schedule.num_checked:
+                text = f"{name}: no call is compared with the step on a full copy: {reason}"
+                warn_on_first(self.runner.mesh, text, stacklevel=5)
 
 
 def free_bytes(device_type: str) -> int:
@@ -391,7 +409,6 @@ class CheckSchedule:
     def __init__(self, mode: str) -> None:
         self.mode, self.seed = mode, 0
         self.calls = 0  # so far, failed ones included, so that all ranks count alike
-        self.token = ""  # unique to this step on these ranks; empty before a checked call with collectives
         self.last_equal = 0  # number of the last call whose comparison found it equal; 0: none
         self.num_checked = 0  # calls that were compared
         self.unchecked: list[str] = []  # why calls that were to be compared were not
@@ -421,6 +438,32 @@ class CheckSchedule:
             self.next = random.Random(f"{self.seed}:{power}").randrange(1 << power, 1 << (power + 1))
 
 
+class StepRunner:
+    """Behind a step of either door: its name, ranks and settings, and the schedule of its checks."""
+
+    token: str  # unique to the step on its ranks, for notes in the store; empty before they have shared it
+    due_call: Callable[..., Any]  # one call, with its arguments, and whether it is due for a check
+
+    def __init__(self, function: Callable[..., Any], mesh: DeviceMesh, settings: Settings) -> None:
+        self.function, self.mesh, self.settings = function, mesh, settings
+        self.name = name_of(function)
+        self.schedule = CheckSchedule(settings.check)
+
+    @property
+    def subject(self) -> str:
+        """Call and rank, for errors of one rank."""
+        return f"call {self.schedule.calls} of {self.name} on rank {dist.get_rank()}"
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one step on this rank's batch."""
+        is_checked = self.schedule.is_due()
+        try:
+            return self.due_call(args, kwargs, is_checked)
+        except Exception as error:
+            raise_naming_peers(error, self.token, self.mesh, self.subject)
+            raise
+
+
 # A second run of a step with one of these names in its code would be seen outside of it. Other effects (a request, a
 # queue) run twice in checked calls, which the README says: no hook sees them all.
 EFFECTS = frozenset([
@@ -435,6 +478,9 @@ class CheckedEagerCall(CheckedCall):
     The copy is run several times, as copies of the copy: right runs may differ by rounding, and their spread is the
     tolerance.
     """
+
+    must_copy = ""  # the step's own Python runs in any case
+    is_shared = True  # all ranks compare the same calls
 
     def __init__(self, runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.runner = runner
@@ -459,15 +505,16 @@ class CheckedEagerCall(CheckedCall):
             self.random.restore()
         result = self.runner.eager(*self.live_arguments, self.runner.number)
         if reason or ended.outcome is None:
-            self.runner.leave_unchecked(reason)
+            self.note_unchecked(reason)
             return result
-        outcome = live_outcome(state_of(self.reach), self.live_arguments, result, full_tensor)
+        outcome = live_outcome(state_of(self.reach), self.live_arguments, result, full_tensors)
         mismatches = differences(outcome, ended.outcome)
         if any(self.gather(len(mismatches))):
             self.before, python = Snapshot(self.binding, self.arguments), PythonState(*self.roots)
             mismatches = self.beyond_spread(mismatches, ended.outcome)
             python.restore()
             self.raise_mismatch(mismatches)
+        self.runner.schedule.num_checked += 1
         self.runner.checked.append(sum(tensor.numel() for tensor in ended.outcome.tensors.values()))
         return result
 
@@ -498,31 +545,6 @@ class CheckedEagerCall(CheckedCall):
         ended = self.reference(copies.pop())
         reasons = self.gather(ended.unchecked or (f"its copy raises {ended.error!r}"[:200] if ended.error else ""))
         return next(filter(None, reasons), ""), ended
-
-    def refused(self, attempt: Callable[[], str]) -> str:
-        """Return the first reason of any rank against a comparison; empty if there is none on all of them.
-
-        Raises:
-            CheckMismatch: On every rank, with the error of an attempt that fails otherwise than for an object without
-                a copy or for lack of memory (code ``check-error``): that is no reason to go on unchecked.
-        """
-        reason, error = capture_errors(attempt)
-        failed = ""
-        if isinstance(error, CannotCopyError):
-            reason = str(error)
-        elif error is not None and is_out_of_memory(error):
-            reason = f"out of memory: {error}"
-        elif error is not None:
-            failed = f"{type(error).__name__}: {error}"[:400]
-        rows = self.gather((reason or "", failed))
-        problems = [
-            Problem("check-error", self.runner.name, found=f"rank {rank}: {text}", hint=UNCHECKED_HINT)
-            for rank, (_, text) in enumerate(rows)
-            if text
-        ]
-        if problems:
-            raise CheckMismatch(problems, "the step cannot be compared with its run on a full copy") from error
-        return next((text for text, _ in rows if text), "")
 
     def not_copyable(self, state: StepState) -> str:
         """Return the reason against a copy of the step; empty without one."""

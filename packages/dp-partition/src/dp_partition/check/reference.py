@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -324,11 +324,14 @@ def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.T
 
 
 def live_outcome(
-    step_state: StepState, arguments: Any, result: Any, value: Callable[[torch.Tensor], torch.Tensor]
+    step_state: StepState,
+    arguments: Any,
+    result: Any,
+    values: Callable[[Iterable[torch.Tensor]], Iterable[torch.Tensor]],
 ) -> Outcome:
-    """Return the outcome of a call, tensors as given by ``value``: this rank's, or full ones."""
+    """Return the outcome of a call, tensors as given by ``values``: this rank's, or full ones."""
     live = {name: tensor for name, _, _, tensor in live_tensors(step_state, arguments) if _is_dense(tensor)}
-    tensors = {name: value(tensor).detach() for name, tensor in live.items()}
+    tensors = {name: value.detach() for name, value in zip(live, values(live.values()), strict=True)}
     outcome = Outcome(*pytree.tree_flatten(open_result(result)), tensors, {}, numbers_of(step_state))
     outcome.add_gradients(argument_gradients(arguments, torch.Tensor.detach))
     return outcome

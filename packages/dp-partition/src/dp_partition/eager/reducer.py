@@ -36,6 +36,7 @@ from dp_partition._torch_compat import (
 )
 from dp_partition.passes.bucketing import divisors
 from dp_partition.plan.plan import CommConfig
+from dp_partition.runtime.consensus import is_of_collective
 from dp_partition.runtime.state import HeldMemory
 
 _RUNNING, _FINISHED, _FAILED = range(3)  # states of a rank that meets its peers
@@ -407,7 +408,6 @@ class PlacedShards:
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, name: str) -> None:
         self.mesh, self.parameters = mesh, {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
         self.digest = self.results = 0  # of the shards written in all calls; of the sharded results of the last call
-        self.versions: list[int] = []  # of the shards, at the start of the present call
         self.leaving: Any = None  # the message of a rank that has raised, until its peers read it
         group = flat_group(mesh)
         is_met = bool(self.parameters) and mesh.size() > 1
@@ -425,18 +425,24 @@ class PlacedShards:
         if problems := self.memory.moved():
             raise PlanError(problems)
 
-    def are_in(self, roots: Iterable[nn.Module]) -> bool:
-        """Return True if modules hold all shards. FSDP2 would put back a parameter that the caller has removed."""
-        held = {id(p) for root in roots for module in root.modules() for p in module._parameters.values()}
-        return held.issuperset(map(id, self.parameters.values()))
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Run one call of a step in the block, and add the shards that it writes to the digest of all calls.
 
-    def start_call(self) -> None:
-        self.meetings.has_raised, self.versions = False, [p._version for p in self.parameters.values()]
-
-    def note_written(self) -> None:
-        """Add the shards that the call has written to the digest of all calls, whether it has raised or not."""
-        written = bytes([p._version != old for p, old in zip(self.parameters.values(), self.versions, strict=True)])
-        self.digest = zlib.crc32(written, self.digest)
+        A rank that raises makes its peers raise where they meet next in their call; it does not wait for them, as they
+        may be elsewhere.
+        """
+        shards = self.parameters.values()
+        self.meetings.has_raised, versions = False, [p._version for p in shards]
+        try:
+            yield
+        except Exception as error:
+            if self.meets and not self.meetings.has_raised and not is_of_collective(error):
+                self.leaving = self.meetings.send(_FAILED, (self.digest, self.results))
+            raise
+        finally:
+            written = bytes([p._version != old for p, old in zip(shards, versions, strict=True)])
+            self.digest = zlib.crc32(written, self.digest)
 
     def end_call(self, call: int, results: list[DTensor], *, always: bool) -> None:
         """Meet the peers at the end of a call.
@@ -478,8 +484,3 @@ class PlacedShards:
         apart = f"some ranks alone pickle a shard in call {call}, which only all of them can gather"
         hint = "torch.save on every rank, or between two calls within unsharded()"
         return self.meetings.receive(message, call, f"{self.meetings.name}, {subject}", apart, hint)
-
-    def leave(self) -> None:
-        """Make peers raise where they meet next in their call, without a wait for them: they may be elsewhere."""
-        if self.meets and not self.meetings.has_raised:
-            self.leaving = self.meetings.send(_FAILED, (self.digest, self.results))

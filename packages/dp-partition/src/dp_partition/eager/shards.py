@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,9 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dp_partition._shared.elementwise import is_elementwise
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
@@ -37,11 +40,15 @@ from dp_partition._torch_compat import (
     hook_views_quietly,
     is_backward_unfinished,
     is_in_backward,
+    parameter_like,
     pytree,
 )
+from dp_partition.capture.fingerprint import fingerprint
 from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
+from dp_partition.plan.placements import shard_world
 from dp_partition.runtime.saving import reduced_in_step, running
+from dp_partition.runtime.state import full_tensor
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 
@@ -150,21 +157,28 @@ def _is_closed(
     return runs and all(inside[id(p)] == every[id(p)] for p in own)
 
 
-def optimizer_reason(optimizer: Optimizer, place: Place, full: Collection[int]) -> str:
+def optimizer_reason(optimizer: Optimizer, mesh: DeviceMesh, full: Collection[int]) -> str:
     """Return why an optimizer needs full parameters, by comparing two copies; empty if it does not.
+
+    Torch's elementwise optimizers do the same on matrices of any size, so small ones show whether their operators run
+    on shards: ``fused`` SGD and Rprop raise, and Adam moves no complex vector of odd length on two ranks. Any other
+    optimizer is compared at the real sizes, whatever it says of itself: on a small matrix a preconditioner of blocks of
+    8 rows, or an Adafactor that factors sides from 128 on, updates as an elementwise one does. Operators on shards mean
+    the full tensor: LAMB, with norms, is right on shards.
 
     Parameters whose ``id`` is in ``full`` stay full beside the shards.
     """
     updates: list[list[torch.Tensor]] = []
     kind = type(optimizer).__name__
-    for sharded in (False, True):
+    is_known = getattr(optimizer, "is_elementwise", None) is None and is_elementwise(optimizer)
+    for place in (None, placement_of(mesh)):
         try:
-            updates.append(_update(optimizer, place if sharded else None, full))
+            updates.append(_update(optimizer, place, full, shard_world(mesh) if is_known else 0))
         except _CommunicatesError:
             return f"{kind} communicates by itself, of parameters as they are on each rank"
         except Exception as error:  # of any optimizer's own code
             text = f"({type(error).__name__}: {error!s:.80})"
-            return f"{kind} fails {'on shards' if sharded else 'outside of the step'} {text}"
+            return f"{kind} fails {'on shards' if place else 'outside of the step'} {text}"
     for want, got in zip(*updates, strict=True):
         difference = relative_error(got, want)
         # One rounding at most: an elementwise update of shards is equal bit for bit. Muon's products of shards in
@@ -185,31 +199,72 @@ class _NoCommunication(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _update(optimizer: Optimizer, place: Place | None, full: Collection[int]) -> list[torch.Tensor]:
-    """Return the updates of each parameter by steps of a copy, from random gradients."""
+def _one_of_each_kind(
+    optimizer: Optimizer, full: Collection[int], ranks: int
+) -> tuple[Any, list[nn.Parameter], set[int]]:
+    """Copy an optimizer with one parameter of each kind: of 12 equal layers one is updated in the comparison.
+
+    Args:
+        optimizer: The optimizer; its parameters of one group, shape, dtype and marks are of one kind.
+        full: Parameters by ``id`` that stay full.
+        ranks: Cut copies and their state to few elements that divide by this number with the same remainder; 0: do not.
+
+    Returns:
+        The copy, its parameters, and those that stay full by ``id``.
+    """
+    kinds: dict[Any, nn.Parameter] = {}
+    stay: set[int] = set()
+    state = collections.defaultdict[Any, Any](dict)
+    memo: dict[int, Any] = {id(optimizer.state): state}  # a wrapper's state may be that of the optimizer in it
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            index = tuple([slice(ranks + size % ranks if not dim else 4) for dim, size in enumerate(p.shape) if ranks])
+            cut, marks = full_tensor(p.detach())[index], fingerprint([vars(p)])  # a step may read `p.use_muon`
+            kind = (number, cut.shape, p.dtype, p.device, p.requires_grad, id(p) in full, marks)
+            if kind not in kinds:
+                kinds[kind] = parameter_like(cut.clone(), p)
+                stay |= {id(kinds[kind])} if id(p) in full else set()
+                entries = optimizer.state.get(p, {}).items()
+                is_like = {k: isinstance(x, torch.Tensor) and x.shape == p.shape for k, x in entries}
+                # Fused kernels go by memory: a cut that kept its strides would be updated in other places.
+                state[kinds[kind]] = {
+                    k: full_tensor(x)[index].clone() if is_like[k] else copy.deepcopy(x) for k, x in entries
+                }
+            memo[id(p)] = kinds[kind]
+    beside: dict[Any, Any] = {k: x for k, x in list[Any](optimizer.state.items()) if not isinstance(k, torch.Tensor)}
+    state.update(copy.deepcopy(beside, memo))
     copied = object.__new__(type(optimizer))
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    state = {k: v for k, v in vars(optimizer).items() if k != "step"}  # a scheduler's wrapper would step the live one
-    vars(copied).update(copy.deepcopy({k: v for k, v in state.items() if k not in hooks}))
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("step", *hooks)}  # a scheduler's steps the live one
+    vars(copied).update(copy.deepcopy(own, memo))
     vars(copied).update({name: collections.OrderedDict() for name in hooks})
+    for group in copied.param_groups:
+        group["params"] = list(dict.fromkeys(group["params"]))
+    return copied, list(kinds.values()), stay
+
+
+def _update(optimizer: Optimizer, place: Place | None, full: Collection[int], ranks: int) -> list[torch.Tensor]:
+    """Return the updates by steps of a copy, from random gradients, of one parameter of each kind."""
+    copied, parameters, stay = _one_of_each_kind(optimizer, full, ranks)
     generator = torch.Generator("cpu").manual_seed(0)
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
-    parameters, originals = ([p for g in o.param_groups for p in g["params"]] for o in (copied, optimizer))
-    for parameter, original in zip(parameters, originals, strict=True):
+    for parameter in parameters:
         gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
-        if place is not None and id(original) not in full:
-            swap[id(parameter)] = parameter, nn.Parameter(place(parameter.detach()))
+        if place is not None and id(parameter) not in stay:
+            swap[id(parameter)] = parameter, parameter_like(place(parameter.detach()), parameter)
             swap[id(parameter)][1].grad = place(gradient)
         parameter.grad = gradient
     before = [parameter.detach().clone() for parameter in parameters]
-    Reach(copied).repoint(swap, lambda value: place(value) if place is not None else value)
-    # WholeMatrices has planned its messages for full tensors.
-    silent = nullcontext() if place is not None else _NoCommunication()  # type: ignore[no-untyped-call]
+    silent: Any = _NoCommunication()  # type: ignore[no-untyped-call]  # WholeMatrices has planned its messages
+    if place is not None:
+        Reach(copied).repoint(swap, place)
+        silent = nullcontext()
     with random_state_restored(), ClosedTraps(), silent:
         torch.manual_seed(0)  # equal draws for both copies
         for _ in range(6):  # some do more in every fifth or sixth
             type(copied).step(copied)
-    after = [p.full_tensor() if isinstance(p, DTensor) else p for g in copied.param_groups for p in g["params"]]
+    stepped = [swap[id(p)][1] if id(p) in swap else p for p in parameters]
+    after = [p.full_tensor() if isinstance(p, DTensor) else p for p in stepped]
     return [new.detach() - old for new, old in zip(after, before, strict=True)]
 
 
@@ -350,12 +405,14 @@ class ClosedTraps:
     _lock = threading.Lock()
     _views = WeakTensorKeyDictionary()
 
-    def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
-        self.meet = meet  # raises on all ranks unless all of them call it
+    def __init__(
+        self, meet: Callable[[], None] = lambda: None, compare: Callable[[Optimizer], None] = lambda optimizer: None
+    ) -> None:
+        self.meet, self.compare = meet, compare  # `compare` raises for an optimizer that needs full parameters
 
     def __enter__(self) -> None:
         with self._lock:
-            running.setdefault(threading.get_ident(), []).append(self.meet)
+            running.setdefault(threading.get_ident(), []).append(self)
             DTensor.__torch_function__ = self._closed  # type: ignore[method-assign]
 
     def __exit__(self, *error: object) -> None:
@@ -416,6 +473,16 @@ class ClosedTraps:
             if name in cls._VIEWS:
                 cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
             return result
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():  # in a compiled step it would be another graph in each call
+        for traps in running.get(threading.get_ident(), [])[-1:]:
+            traps.compare(optimizer)
+
+
+# From now on optimizers are compared at their first step of shards; installed once for the process.
+compare_optimizers = functools.cache(partial(register_optimizer_step_pre_hook, _before_step))
 
 
 def of_each_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -43,6 +43,7 @@ from dp_partition.eager.shards import (
     ClosedTraps,
     Units,
     Watch,
+    compare_optimizers,
     optimizer_reason,
     place_loaded_state,
     placement_of,
@@ -54,7 +55,7 @@ from dp_partition.eager.shards import (
 from dp_partition.plan.placements import DataParallelStyle, warn_on_first
 from dp_partition.plan.plan import Settings
 from dp_partition.runtime import state
-from dp_partition.runtime.consensus import broadcast_from_first, compare_values, distinct, is_of_collective
+from dp_partition.runtime.consensus import compare_values, copy_from_first
 
 
 @dataclass
@@ -119,13 +120,15 @@ class EagerStep:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0) -> Any:
         """Run one step on this rank's batch; every rank calls it."""
-        # A module may have new parameters, and a call may bring another module; mostly all are the same.
+        # A module may have new parameters, or none in the place of a shard, and a call may bring another module.
         passed = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
         placed, step = self.placed, self.steps[number]
         if placed is not None:
             placed.shards.check_assigned()
-        roots = dict.fromkeys([*self.modules, *passed])
-        is_changed = self.new_parameters(roots) or (placed is not None and not placed.shards.are_in(self.modules))
+        held = held_by([*self.modules, *passed])
+        # FSDP2 would put back a parameter that the caller has removed.
+        is_gone = placed is not None and not held.keys() >= {id(p) for p in placed.shards.parameters.values()}
+        is_changed = is_gone or not held.keys() <= set(map(id, self.parameters.values()))
         if self.reducer is None or is_changed:
             if placed is not None:
                 self.release(args, kwargs)  # another model, or a grown one: all are full before they are placed
@@ -158,15 +161,6 @@ class EagerStep:
         values = (*args, *kwargs.values())
         self.steps[number].holder = [value for value in values if not isinstance(value, torch.Tensor)]
 
-    def new_parameters(self, roots: Iterable[nn.Module]) -> list[Any]:
-        """Return parameters that were not there at the start; this runs in every call."""
-        ids, modules, new = {id(None), *map(id, self.parameters.values())}, list(roots), list[Any]()
-        for module in modules:  # grows
-            if not ids.issuperset(map(id, module._parameters.values())):
-                new += [parameter for parameter in module._parameters.values() if id(parameter) not in ids]
-            modules += [child for child in module._modules.values() if child is not None]
-        return new
-
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step's own code.
 
@@ -174,7 +168,8 @@ class EagerStep:
             PlanError: ``model-changed`` if it has made a parameter: the gradients of that are this rank's own.
         """
         result = self.steps[number].function(*args, **kwargs)
-        if any(parameter.requires_grad for parameter in self.new_parameters(self.modules)):
+        held, known = held_by(self.modules), set(map(id, self.parameters.values()))
+        if any(parameter.requires_grad for key, parameter in held.items() if key not in known):
             raise PlanError(
                 Problem(
                     "model-changed",
@@ -190,21 +185,11 @@ class EagerStep:
         assert self.reducer is not None
         calls = self.num_calls
         is_compared = not calls & (calls - 1)  # a power of two
-        placed = None if self.placed is None else self.placed.shards
-        if placed is not None:
-            placed.start_call()
-        try:
-            with self.reducer.call(number), self._traps(calls):
-                result = self.call(number, args, kwargs)
-        except Exception as error:
-            if placed is not None and not is_of_collective(error):
-                placed.leave()
-            raise
-        finally:
-            if placed is not None:
-                placed.note_written()
-        if placed is not None:
-            placed.end_call(calls, tensors_in(result, DTensor), always=is_compared)
+        shards = None if self.placed is None else self.placed.shards
+        with nullcontext() if shards is None else shards.call(), self.reducer.call(number), self._traps(calls):
+            result = self.call(number, args, kwargs)
+        if shards is not None:
+            shards.end_call(calls, tensors_in(result, DTensor), always=is_compared)
         if is_compared:
             self.compare_ranks()
         return converted(result, DTensor, DTensor.full_tensor)
@@ -217,7 +202,7 @@ class EagerStep:
             return
         units = self.placed.units.modules
         try:
-            with ClosedTraps(partial(self.placed.shards.meet_in_call, calls)):
+            with ClosedTraps(partial(self.placed.shards.meet_in_call, calls), self._compare_new):
                 yield
             if is_backward_unfinished(units):
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
@@ -237,6 +222,23 @@ class EagerStep:
                 way = 'what an observed call 1 does keeps parameters full: do it there too, or use style="replicate"'
                 error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")
             raise
+
+    def _compare_new(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare an optimizer of shards that has come after the placement, as `place` compares those before it.
+
+        Raises:
+            PlanError: On every rank, before its first step: ``not-elementwise`` if it needs full parameters.
+        """
+        assert self.placed is not None
+        placed, ids = self.placed, {id(p) for p in self.placed.shards.parameters.values()}
+        listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if ids.isdisjoint(listed) or any(optimizer is known for known in placed.optimizers):
+            return
+        if why := optimizer_reason(optimizer, self.mesh, set(listed) - ids):
+            hint = "call release() before the first call with it: the next one keeps its parameters full"
+            raise PlanError(Problem("not-elementwise", self.name, found=f"since it is in shards, {why}", hint=hint))
+        placed.optimizers.append(optimizer)
+        placed.handles += state.hook_placed((), [optimizer], partial(place_loaded_state, placement_of(self.mesh)))
 
     def place(self, reach: Reach, watch: Watch) -> None:
         """Shard all that FSDP2 supports, the same on all ranks.
@@ -287,6 +289,7 @@ class EagerStep:
         self.reducer = GradientReducer(full, group, self.settings.comm, self.name)
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
         handles = state.hook_placed(reach.modules, reach.optimizers, take)
+        compare_optimizers()
         self.watch = None
         self.placed = Placed(units, reach.optimizers, handles, PlacedShards(self.parameters, self.mesh, self.name))
 
@@ -296,7 +299,7 @@ class EagerStep:
         ids, reasons = {id(self.parameters[name]) for name in full}, dict[str, str]()
         for optimizer in reach.optimizers:
             listed = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-            if not ids.issuperset(listed) and (why := optimizer_reason(optimizer, placement_of(self.mesh), ids)):
+            if not ids.issuperset(listed) and (why := optimizer_reason(optimizer, self.mesh, ids)):
                 reasons |= {names[key]: why for key in listed}
         rows = all_gather_objects(self.mesh, reasons, f"the placement of {self.name}")
         return {name: why for row in reversed(rows) for name, why in row.items()}
@@ -339,10 +342,7 @@ class EagerStep:
         if self.reducer is not None:
             self.reducer.remove()
         ids = {id(p) for p in self.parameters.values()}
-        new = {str(n): distinct(t.detach()) for n, t in enumerate([*parameters.values(), *buffers]) if id(t) not in ids}
-        if self.mesh.size() > 1:
-            for name, value in broadcast_from_first(new, self.mesh).items():
-                new[name].copy_(value)
+        copy_from_first([t for t in [*parameters.values(), *buffers] if id(t) not in ids], self.mesh)
         self.parameters, self.modules = parameters, reach.modules
         self.adopted.update(fresh)
         self.watch = None
@@ -404,6 +404,15 @@ class EagerStep:
             *left,
             f"{self.num_calls} calls; {compared} in {self.num_compared} comparisons",
         ])  # fmt: skip
+
+
+def held_by(roots: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Return the parameters of modules by ``id``; this runs in every call."""
+    modules, held = list(dict.fromkeys(roots)), dict[int, nn.Parameter]()
+    for module in modules:  # grows
+        held.update({id(p): p for p in module._parameters.values() if p is not None})
+        modules += [child for child in module._modules.values() if child is not None]
+    return held
 
 
 def tensors_in(result: Any, kind: type) -> list[Any]:

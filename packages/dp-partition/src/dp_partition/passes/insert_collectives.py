@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensorMode, collectives, pytree
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.nodes import aten, base_of, copy_notes, is_random, meta_of, mutated_inputs, root_of
+from dp_partition.nodes import aten, base_of, copy_notes, is_random, meta_of, mutated_inputs, root_of, tensors_of
 from dp_partition.passes.save_memory import OWN_ROWS, SHARE_ROWS
 from dp_partition.plan.placements import NodeType, RankLocal, chunk_bounds, local_shape
 from dp_partition.sharding.propagate import NodePlan, gradient_name, is_gradient
@@ -287,21 +287,17 @@ class Inserter:
 
 def is_norm_in_half(node: fx.Node, placement: OutputPlacement) -> bool:
     """Return True for norms of shards in half precision: they are computed in float32, and rounded once reduced."""
-    values, kinds = (
-        pytree.tree_leaves(node.meta.get("val")),
-        placement if isinstance(placement, tuple) else (placement,),
-    )
-    return any(isinstance(x, torch.Tensor) and x.dtype in HALF for x in values) and any(
-        isinstance(kind, Partial) and kind.reduce_op.startswith("norm") for kind in kinds
-    )
+    kinds = placement if isinstance(placement, tuple) else (placement,)
+    is_norm = any(isinstance(kind, Partial) and kind.reduce_op.startswith("norm") for kind in kinds)
+    return is_norm and any(x.dtype in HALF for x in tensors_of(node))
 
 
 def erase_tags(graph: fx.Graph) -> None:
-    """Replace gradient tags by the tagged values, with a note of the parameter."""
+    """Replace markers by the marked values: gradients keep a note of their parameter."""
     for node in list(graph.nodes):
         if node.target is TAG_GRAD or node.target is OWN_ROWS:
-            if node.target is TAG_GRAD and len(node.args) > 1:
-                meta_of(node.all_input_nodes[0]).setdefault("gradient", node.args[1])
+            if node.target is TAG_GRAD:
+                meta_of(node.all_input_nodes[0])["gradient"] = gradient_name(node)
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

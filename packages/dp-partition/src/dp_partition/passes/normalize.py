@@ -18,7 +18,6 @@ from torch.fx import GraphModule
 
 from dp_partition._torch_compat import FakeTensorMode, decomposition_of, make_fx, pytree
 from dp_partition.capture.inputs import FUSED_ARGUMENTS
-from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
 from dp_partition.nodes import (
     Hyperparameter,
@@ -65,7 +64,7 @@ def normalize(capture: Capture) -> None:
 def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, int]]) -> None:
     """Replace traced floats in fused optimizer kernels by the live inputs."""
     placeholders = [(node, meta_of(node)["input"]) for node in graph.nodes if "input" in meta_of(node)]
-    hyperparameters = {entry.hyper: node for node, entry in placeholders if entry.hyper is not None}
+    hyperparameters = {entry.key: node for node, entry in placeholders if entry.kind == "hyper"}
     owner = {node: groups.get(entry.name) for node, entry in placeholders if entry.kind == "param"}
     for node in graph.nodes:
         if not is_op(node) or not node.target._schema.name.startswith("aten::_fused_"):
@@ -147,16 +146,6 @@ def make_contiguous_for_fused(graph: fx.Graph) -> None:
 
 
 MEAN = 1  # torch's number for reduction="mean"
-
-
-def remove_tags(graph: fx.Graph) -> None:
-    """Replace gradient tags by a note on the tagged node."""
-    for node in list(graph.nodes):
-        if node.target is TAG_GRAD:
-            source = node.args[0]
-            meta_of(source)["gradient"] = node.args[1] if len(node.args) > 1 else ""
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
 
 
 def decompose(module: GraphModule, mode: FakeTensorMode) -> None:

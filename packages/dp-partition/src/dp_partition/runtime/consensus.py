@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -151,20 +151,22 @@ def raise_naming_peers(error: Exception, token: str, mesh: DeviceMesh, subject: 
         raise RuntimeError(f"{subject}: no answer in a collective: {shown}; {hint}") from error
 
 
-def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Return rank 0's values of all tensors but sparse ones, which the callers compare, by few large messages."""
-    result: dict[str, torch.Tensor] = {}
-    groups = all_groups(mesh)
-    for names in _parts({n: t for n, t in tensors.items() if t.layout == torch.strided}):
-        flat = torch.cat([as_bytes(tensors[name]) for name in names])
+def copy_from_first(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Write rank 0's values into tensors of every rank, by few large messages; a collective.
+
+    Sparse tensors stay as they are: the callers compare them. An expanded tensor is sent without its repetitions.
+    """
+    groups = all_groups(mesh) if mesh.size() > 1 else []
+    dense = {n: distinct(t.detach()) for n, t in enumerate(tensors) if t.layout == torch.strided and groups}
+    for numbers in _parts(dense):
+        flat = torch.cat([as_bytes(dense[number]) for number in numbers])
         travelling = flat.to(message_device(groups[0])) if flat.device.type != message_device(groups[0]).type else flat
         for group in groups:
             dist.broadcast(travelling, group=group, group_src=0)
-        sizes = [tensors[name].nbytes for name in names]
-        for name, part in zip(names, travelling.to(flat.device).split(sizes), strict=True):
-            like = tensors[name]  # a copy of the part: its place in the message need not fit the dtype
-            result[name] = torch.empty_like(like).copy_(part.clone().view(like.dtype).view(like.shape))
-    return result
+        sizes = [dense[number].nbytes for number in numbers]
+        for number, part in zip(numbers, travelling.to(flat.device).split(sizes), strict=True):
+            own = dense[number]  # a copy of the part: its place in the message need not fit the dtype
+            own.copy_(part.clone().view(own.dtype).view(own.shape))
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from dp_partition.backends import gather_into_buffers, reduce_scatter_as_all_to_
 from dp_partition.capture.inputs import OptimizerReads, read_optimizers, states_by_id
 from dp_partition.capture.state import StepState, has_state, shared_memory
 from dp_partition.capture.tracer import Capture
-from dp_partition.nodes import Input, is_collective, is_wait, meta_of, root_of
+from dp_partition.nodes import GraphValue, is_collective, is_wait, meta_of, root_of
 from dp_partition.passes.insert_collectives import record_local_values
 from dp_partition.plan.placements import on_mesh, shard_group
 from dp_partition.runtime.state import REPLACED, Binding, ModelChangedError
@@ -37,7 +37,7 @@ class Program:
     """A step partitioned for one rank."""
 
     capture: Capture  # the trace; its module is the partitioned graph
-    inputs: list[Input]
+    inputs: list[GraphValue]
     output_placements: list[Placement | None]
     mesh: DeviceMesh
     local_fakes: list[Any] | None = None
@@ -281,7 +281,7 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
             state = optimizers.states[entry.optimizer][id(params[entry.name])][entry.key]
             values.append(state._local_tensor if isinstance(state, DTensor) else state)
         elif kind == "hyper":
-            values.append(optimizers.values[entry.hyper])  # type: ignore[index]
+            values.append(optimizers.values[entry.key])
         elif kind == "number":
             values.append(leaves[int(entry.name)])
         else:

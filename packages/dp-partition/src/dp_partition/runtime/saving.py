@@ -11,7 +11,6 @@ object, so placed tensors get a mesh of their own (`own_mesh`), which is equal t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -22,8 +21,8 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
 
-# By thread: for each step in shards that it runs, a function that raises on all ranks unless all of them call it.
-running: dict[int, list[Callable[[], None]]] = {}
+# By thread: the traps around each step in shards that it runs. Their `meet` raises on all ranks unless all call it.
+running: dict[int, list[Any]] = {}
 
 PICKLE, COPY = "__reduce_ex__", "__deepcopy__"  # `pickle` and `copy` ask the object, then its class
 
@@ -95,6 +94,6 @@ def _mark(name: str, value: Any) -> None:
 
 def reduced_in_step(tensor: DTensor, protocol: Any) -> Any:
     """Reduce a shard for pickle within a step: the full tensor, gathered once all ranks are here."""
-    for meet in running.get(threading.get_ident(), [])[-1:]:
-        meet()
+    for traps in running.get(threading.get_ident(), [])[-1:]:
+        traps.meet()
     return tensor.full_tensor().__reduce_ex__(protocol)

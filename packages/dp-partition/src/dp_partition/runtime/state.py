@@ -9,7 +9,6 @@ A `Snapshot` holds all values of a placed model for rollback: shards, optimizer 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -26,10 +25,10 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from dp_partition._torch_compat import parameter_like, pytree, storage_keys, without_fsdp, without_fsdp_in
 from dp_partition.capture.reach import Reach
-from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
+from dp_partition.capture.state import StepState, hooked_parameters, initial_state
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
-from dp_partition.runtime.consensus import broadcast_from_first, distinct, full_copies
+from dp_partition.runtime.consensus import copy_from_first, full_copies
 from dp_partition.runtime.saving import COPY, PICKLE, mark_parameters, mark_states, place_loaded
 
 ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
@@ -112,40 +111,28 @@ class Binding:
         self.buffer_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in slots if not p]
 
     def place(self) -> None:
-        """Make every rank's tensors equal to rank 0's, place them, and rebind the optimizers."""
-        # Rank 0's values of parameters, buffers and existing state, which has names distinct from those of parameters.
-        values: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
-        values |= {name: distinct(b.detach()) for name, b in self.step_state.buffers.items()}
-        for number, fqn, state in self.step_state.states():
-            entries = {f"{fqn}\0{number}\0{key}": value for key, value in state.items()}
-            values |= {name: value.detach() for name, value in entries.items() if isinstance(value, torch.Tensor)}
-        values = values if self.mesh.size() == 1 else broadcast_from_first(values, self.mesh)
-        placed: dict[str, nn.Parameter] = {}
-        for fqn, param in self.step_state.params.items():
+        """Make every rank's tensors equal to rank 0's, and place the parameters; `reconcile` places optimizer state."""
+        step_state = self.step_state
+        states = [x for *_, own in step_state.states() for x in own.values() if isinstance(x, torch.Tensor)]
+        values = {fqn: param.detach().clone() for fqn, param in step_state.params.items()}  # old ones keep their own
+        copy_from_first([*values.values(), *step_state.buffers.values(), *states], self.mesh)
+        swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+        for fqn, param in step_state.params.items():
             placement = self.plan[fqn].param
             local = local_shard(values.pop(fqn), placement, self.world, self.rank)  # frees the full copy
             shard = as_dtensor(local, self.mesh, on_mesh(placement, self.mesh), param.shape, param.stride())
-            placed[fqn] = parameter_like(shard, param)
-        # Existing state, or that of the first step's start.
-        states: list[dict[str, dict[Any, Any]]] = [{} for _ in self.step_state.optimizers]
-        existing = {(number, fqn): state for number, fqn, state in self.step_state.states()}
-        fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
-        for number, optimizer in enumerate(self.step_state.optimizers):
-            for group, param in [(listed, param) for listed in optimizer.param_groups for param in listed["params"]]:
-                fqn = fqn_of[id(param)]
-                moved = existing.get((number, fqn))
-                if has_state(moved):
-                    full = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in moved.items()}
-                    states[number][fqn] = {k: self.place_state(fqn, v, full=True) for k, v in full.items()}
-                elif param.requires_grad:
-                    states[number][fqn] = self.fresh_state(optimizer, group, fqn, placed[fqn])
-        for fqn, value in values.items():
-            if fqn in self.step_state.buffers:
-                distinct(self.step_state.buffers[fqn]).copy_(value)  # in place: graphs read them
-        self.install(placed, states)
-        roots = [root for _, root in self.step_state.modules]
+            swap[id(param)] = param, parameter_like(shard, param)
+
+        def stale(old: torch.Tensor) -> Problem:
+            return Problem("parameter-replaced", self.names[id(old)], found=NO_GRADIENT, hint=REBUILD)
+
+        roots = [root for _, root in step_state.modules]
+        install(roots, swap, Reach(*step_state.optimizers), lambda state: state, stale)
+        step_state.params = {fqn: swap[id(param)][1] for fqn, param in step_state.params.items()}
+        self.names = {id(param): fqn for fqn, param in step_state.params.items()}
+        self.memory = HeldMemory(step_state.params)
         self.hints = [root.register_forward_hook(hint_eager_use, always_call=True) for root in roots]
-        self.hints += hook_placed(roots, self.step_state.optimizers)
+        self.hints += hook_placed(roots, step_state.optimizers)
 
     def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
         """Return the state at the start of the optimizer's first step, for a placed parameter."""
@@ -168,25 +155,6 @@ class Binding:
     def local_state_shape(self, fqn: str) -> tuple[int, ...]:
         plan = self.plan[fqn]
         return local_shape(plan.info.shape, plan.state, self.world, self.rank)
-
-    def install(self, params: dict[str, nn.Parameter], states: list[dict[str, dict[Any, Any]]]) -> None:
-        fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
-        for number, optimizer in enumerate(self.step_state.optimizers):
-            state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-            state.update({params[fqn]: entries for fqn, entries in states[number].items() if entries})
-            # State of parameters that are the caller's own, in a group added since, stays.
-            state.update({param: own for param, own in optimizer.state.items() if id(param) not in fqn_of})
-            for group in optimizer.param_groups:
-                group["params"] = [params.get(fqn_of.get(id(param), ""), param) for param in group["params"]]
-            optimizer.state = state  # keyed by the new parameters
-        for _, module, attribute, name in self.param_slots:  # under every name, unless the caller has put another there
-            if name in params and module._parameters.get(attribute) is self.step_state.params[name]:
-                module._parameters[attribute] = params[name]
-        for fqn, old in self.step_state.params.items():
-            mark_stale(old, Problem("parameter-replaced", fqn, found=NO_GRADIENT, hint=REBUILD), params.get(fqn))
-        self.step_state.params = dict(params)
-        self.names = {id(param): fqn for fqn, param in params.items()}
-        self.memory = HeldMemory(params)
 
     def replicated(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters that other ranks have as well: all, or a shard that each replica has."""
@@ -330,18 +298,37 @@ def install_full(
         reach: The walk, over optimizers, lists and dicts.
         stale: Problem to raise when an old parameter is used.
     """
-    tables: list[dict[str, Any]] = [m._parameters for root in roots for m in root.modules()]
-    every = [*placed, *(p for table in tables for p in table.values())]
+    roots = list(roots)
+    every = [*placed, *(p for root in roots for m in root.modules() for p in m._parameters.values())]
     old = list({id(p): p for p in every if isinstance(p, DTensor)}.values())  # tied parameters stay one
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     for parameter, copy in zip(old, full_copies(old, old[0].device_mesh) if old else (), strict=True):
         plain = parameter_like(copy, parameter)
         plain.grad = None if parameter.grad is None else full_tensor(parameter.grad)
         swap[id(parameter)] = parameter, plain
-    for table in tables:  # those of TorchScript cannot be updated, and hold no shard
-        if plain_again := {key: swap[id(p)][1] for key, p in table.items() if id(p) in swap}:
-            table.update(plain_again)
-    reach.repoint(swap, full_tensor)
+    install(roots, swap, reach, full_tensor, stale)
+
+
+def install(
+    roots: Iterable[nn.Module],
+    swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]],
+    reach: Reach,
+    convert: Callable[[torch.Tensor], torch.Tensor],
+    stale: Callable[[torch.Tensor], Problem],
+) -> None:
+    """Put new parameters in the place of old ones, under each of their names and in what a walk has met.
+
+    Args:
+        roots: The modules.
+        swap: Old and new parameter, by the old one's ``id``.
+        reach: The walk, over optimizers, lists and dicts.
+        convert: Takes optimizer state of an old parameter's shape to the layout of the new one.
+        stale: Problem to raise when an old parameter is used.
+    """
+    for table in [module._parameters for root in roots for module in root.modules()]:
+        if new := {key: swap[id(p)][1] for key, p in table.items() if id(p) in swap}:
+            table.update(new)  # tables of TorchScript cannot be updated, and hold no such parameter
+    reach.repoint(swap, convert)
     for before, after in swap.values():
         mark_stale(before, stale(before), after)
 
@@ -416,7 +403,15 @@ def hook_placed(
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on every rank; a copy if it was sharded."""
-    return full_copies([tensor], tensor.device_mesh)[0] if isinstance(tensor, DTensor) else tensor.detach()
+    return full_tensors([tensor])[0]
+
+
+def full_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return full tensors on every rank, copies of those that were sharded, by few large messages."""
+    tensors = list(tensors)
+    placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    copies = iter(full_copies(placed, placed[0].device_mesh) if placed else ())
+    return [next(copies) if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
 
 
 class Snapshot:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from dp_partition.nodes import arguments, base_name, nodes_in
+from dp_partition.nodes import arguments, base_name, is_tensor, nodes_in, tensors_of
 from dp_partition.sharding.rule_table import RULES, SUM, Call, Candidate, OutputPlacement, R, Rule, cheapest, rule
 
 
@@ -107,39 +107,27 @@ def layer(call: Call) -> Iterator[Candidate]:
     yield Candidate(inputs, states if isinstance(value, tuple | list) else states[0])
 
 
-@rule("native_layer_norm")
-def layer_norm(call: Call) -> Iterator[Candidate]:
-    source = call.arg(0)
-    num_batch_dims = len(call.shape(source)) - len(call.arg(1))  # leading dims, not normalised
-    for _, dim in call.shards([source]):
+# The same for operators with any number of leading batch dims: the first argument named has all of them, and beside it
+# its last dims, which are not the batch, as many as the shape in the argument of the last position.
+_LEADING: dict[str, tuple[tuple[int, ...], str, int | None]] = {
+    "native_layer_norm": ((0,), "bbb", 1),
+    "native_layer_norm_backward": ((1, 0, 3, 4), "bpp", 2),  # gradients of weight and bias are partial
+    "embedding": ((1,), "b", None),
+    "embedding_dense_backward": ((1, 0), "p", None),
+}
+
+
+@rule(*_LEADING)
+def leading(call: Call) -> Iterator[Candidate]:
+    positions, outputs, shape_at = _LEADING[call.name]
+    batched = [call.arg(position) for position in positions]
+    num_batch_dims = len(call.shape(batched[0])) - (0 if shape_at is None else len(call.arg(shape_at)))
+    if call.name == "embedding_dense_backward" and call.arg(4, False):
+        return  # scales by counts over all rows
+    for dim in dict.fromkeys(dim for _, dim in call.shards(batched[:2])):
         if dim < num_batch_dims:
-            yield Candidate({source: Shard(dim)}, (Shard(dim), Shard(dim), Shard(dim)))
-
-
-@rule("native_layer_norm_backward")
-def layer_norm_backward(call: Call) -> Iterator[Candidate]:
-    grad, source, _, mean, rstd = (call.arg(i) for i in range(5))
-    num_batch_dims = len(call.shape(source)) - len(call.arg(2))
-    for dim in dict.fromkeys(d for _, d in call.shards([grad, source])):
-        if dim < num_batch_dims:
-            inputs: dict[fx.Node, Placement] = dict.fromkeys((grad, source, mean, rstd), Shard(dim))
-            yield Candidate(inputs, (Shard(dim), SUM, SUM))  # gradients of weight and bias
-
-
-@rule("embedding")
-def embedding(call: Call) -> Iterator[Candidate]:
-    weight, indices = call.arg(0), call.arg(1)
-    for _, dim in call.shards([indices]):
-        yield Candidate({weight: R, indices: Shard(dim)}, Shard(dim))
-
-
-@rule("embedding_dense_backward")
-def embedding_backward(call: Call) -> Iterator[Candidate]:
-    grad, indices = call.arg(0), call.arg(1)
-    scales = bool(call.arg(4, False))  # by counts over all rows
-    for dim in dict.fromkeys(d for _, d in call.shards([grad, indices])):
-        if dim < len(call.shape(indices)) and not scales:
-            yield Candidate({grad: Shard(dim), indices: Shard(dim)}, SUM)
+            states = tuple({"b": Shard(dim), "p": SUM}[kind] for kind in outputs)
+            yield Candidate(dict.fromkeys(batched, Shard(dim)), states if len(states) > 1 else states[0])
 
 
 @rule("nll_loss_forward")
@@ -274,10 +262,8 @@ _FACTORY_LIKE = frozenset(["zeros_like", "ones_like", "full_like", "empty_like",
 
 def pointwise(call: Call) -> Iterator[Candidate]:
     """Shard the output like sharded operands; let partial operands through linear operators."""
-    value = call.node.meta.get("val")
-    first = value[0] if isinstance(value, tuple | list) and value else value
-    shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
-    for inputs, placement in operand_ways(call, call.name, call.tensors(), len(shape)):
+    ndim = next((value.ndim for value in tensors_of(call.node)), 0)
+    for inputs, placement in operand_ways(call, call.name, call.tensors(), ndim):
         yield Candidate(inputs, call.outputs(placement))
 
 
@@ -332,9 +318,7 @@ def _partial_ways(
 
 def is_linear_dtype(call: Call) -> bool:
     """Return True if the output keeps fractions. A sum of rounded parts is not the rounded sum."""
-    value = call.node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
-    return all(v.is_floating_point() or v.is_complex() for v in values if isinstance(v, torch.Tensor))
+    return all(value.is_floating_point() or value.is_complex() for value in tensors_of(call.node))
 
 
 def foreach(call: Call) -> Iterator[Candidate]:
@@ -359,7 +343,7 @@ def foreach(call: Call) -> Iterator[Candidate]:
 
 
 def _is_tensor_node(value: Any) -> bool:
-    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+    return isinstance(value, fx.Node) and is_tensor(value)
 
 
 # Operators that rearrange elements: a sharded dim gets a new number, or none.

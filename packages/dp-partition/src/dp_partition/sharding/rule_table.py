@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from dp_partition.nodes import arguments, base_name, nodes_in
+from dp_partition.nodes import arguments, base_name, is_tensor, nodes_in, tensors_of
 from dp_partition.plan.placements import RankLocal
 
 OutputPlacement = Placement | tuple[Any, ...] | None
@@ -51,9 +51,7 @@ class Call:
     @property
     def is_half(self) -> bool:
         """True if a result is in half precision."""
-        value = self.node.meta.get("val")
-        values = value if isinstance(value, tuple | list) else (value,)
-        return any(isinstance(x, torch.Tensor) and x.dtype in HALF for x in values)
+        return any(x.dtype in HALF for x in tensors_of(self.node))
 
     @property
     def rounds(self) -> bool:
@@ -93,7 +91,7 @@ class Call:
     def tensors(self, *values: Any) -> list[fx.Node]:
         """Return the tensor nodes in the given arguments, or in the full call; each once."""
         nodes = nodes_in(values if values else (self.node.args, dict(self.node.kwargs)))
-        return [n for n in dict.fromkeys(nodes) if isinstance(n.meta.get("val"), torch.Tensor)]
+        return list(filter(is_tensor, dict.fromkeys(nodes)))
 
     def shards(self, nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, int]]:
         """Return the sharded nodes, with their dims."""

@@ -1,0 +1,1 @@
+../../../../../tools/shared/elementwise.py
