@@ -1,4 +1,4 @@
-"""What a test module does once, before its ranks are forked."""
+"""A test module's `before_ranks()` runs once, where its ranks are forked from."""
 
 from __future__ import annotations
 

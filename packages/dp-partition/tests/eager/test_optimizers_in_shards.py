@@ -1,4 +1,4 @@
-"""Which optimizers update shards, and which keep their parameters full: values equal one process either way."""
+"""Optimizers that update shards, and those that keep their parameters full: values equal one process either way."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from dp_partition._torch_compat import TorchDispatchMode
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 CALLS, WIDTH = 5, 24
@@ -62,6 +63,18 @@ class Ratio(Signs):
                 p.sub_(p.grad * (p.norm() / p.grad.norm()), alpha=group["lr"] * p.rate)
 
 
+class Halves(Signs):
+    """Raises for a shard of less than half of the rows: of 5 rows on two ranks, on rank 1 alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p, DTensor) and 2 * len(p.to_local()) < len(p):
+                    raise ValueError("less than half of the rows")
+        super().step()
+
+
 def made() -> nn.Module:
     """Three layers, two of them equal; every other parameter has another mark."""
     torch.manual_seed(0)
@@ -88,6 +101,7 @@ KINDS: list[tuple[Callable[[Any], Any], str, bool]] = [
     (lambda p: Signs(p, lr=1e-2), "", True),
     (lambda p: Ratio(p, lr=1e-2), "", False),  # the sum of each rank's squares rounds otherwise
     (lambda p: Factored(p, lr=1e-2), "fails on shards", True),
+    (lambda p: Halves(p, lr=1e-2), "fails on shards (ValueError: less than half of the rows)", True),
 ]
 
 

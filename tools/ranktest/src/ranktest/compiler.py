@@ -1,4 +1,4 @@
-"""What `torch.compile` does once in a process, done before ranks are forked."""
+"""Work of `torch.compile` that a process does once, for test modules to do before their ranks are forked."""
 
 from __future__ import annotations
 

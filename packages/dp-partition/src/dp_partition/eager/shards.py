@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dp_partition._shared.consensus import all_gather_objects
 from dp_partition._shared.elementwise import is_elementwise
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
@@ -48,7 +49,7 @@ from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.plan.placements import shard_world
 from dp_partition.runtime.saving import reduced_in_step, running
-from dp_partition.runtime.state import full_tensor
+from dp_partition.runtime.state import full_tensor, full_tensors
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 
@@ -158,7 +159,7 @@ def _is_closed(
 
 
 def optimizer_reason(optimizer: Optimizer, mesh: DeviceMesh, full: Collection[int]) -> str:
-    """Return why an optimizer needs full parameters, by comparing two copies; empty if it does not.
+    """Return why an optimizer needs full parameters, by comparing two copies on all ranks; empty if it does not.
 
     Torch's elementwise optimizers do the same on matrices of any size, so small ones show whether their operators run
     on shards: ``fused`` SGD and Rprop raise, and Adam moves no complex vector of odd length on two ranks. Any other
@@ -172,13 +173,20 @@ def optimizer_reason(optimizer: Optimizer, mesh: DeviceMesh, full: Collection[in
     kind = type(optimizer).__name__
     is_known = getattr(optimizer, "is_elementwise", None) is None and is_elementwise(optimizer)
     for place in (None, placement_of(mesh)):
+        pairs, reason = list[tuple[torch.Tensor, torch.Tensor]](), ""
         try:
-            updates.append(_update(optimizer, place, full, shard_world(mesh) if is_known else 0))
+            pairs = _stepped(optimizer, place, full, shard_world(mesh) if is_known else 0)
         except _CommunicatesError:
-            return f"{kind} communicates by itself, of parameters as they are on each rank"
+            reason = f"{kind} communicates by itself, of parameters as they are on each rank"
         except Exception as error:  # of any optimizer's own code
             text = f"({type(error).__name__}: {error!s:.80})"
-            return f"{kind} fails {'on shards' if place else 'outside of the step'} {text}"
+            reason = f"{kind} fails {'on shards' if place else 'outside of the step'} {text}"
+        # An update of one rank's rows may fail on that rank alone; the others would wait for it in the gathers below.
+        reasons = all_gather_objects(mesh, reason, f"the comparison of {kind}")
+        if any(reasons):
+            return next(filter(None, reasons))
+        values = full_tensors([new for new, _ in pairs])
+        updates.append([new - old for new, (_, old) in zip(values, pairs, strict=True)])
     for want, got in zip(*updates, strict=True):
         difference = relative_error(got, want)
         # One rounding at most: an elementwise update of shards is equal bit for bit. Muon's products of shards in
@@ -243,8 +251,10 @@ def _one_of_each_kind(
     return copied, list(kinds.values()), stay
 
 
-def _update(optimizer: Optimizer, place: Place | None, full: Collection[int], ranks: int) -> list[torch.Tensor]:
-    """Return the updates by steps of a copy, from random gradients, of one parameter of each kind."""
+def _stepped(
+    optimizer: Optimizer, place: Place | None, full: Collection[int], ranks: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return one parameter of each kind after steps of a copy, from random gradients, and its full values before."""
     copied, parameters, stay = _one_of_each_kind(optimizer, full, ranks)
     generator = torch.Generator("cpu").manual_seed(0)
     swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
@@ -263,9 +273,8 @@ def _update(optimizer: Optimizer, place: Place | None, full: Collection[int], ra
         torch.manual_seed(0)  # equal draws for both copies
         for _ in range(6):  # some do more in every fifth or sixth
             type(copied).step(copied)
-    stepped = [swap[id(p)][1] if id(p) in swap else p for p in parameters]
-    after = [p.full_tensor() if isinstance(p, DTensor) else p for p in stepped]
-    return [new.detach() - old for new, old in zip(after, before, strict=True)]
+    after = [swap[id(p)][1] if id(p) in swap else p for p in parameters]
+    return [(new.detach(), old) for new, old in zip(after, before, strict=True)]
 
 
 def shard(

@@ -158,10 +158,10 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
 
     Of many blocks that are alike a few run, if the log of the step is that of all of them.
     """
-    found = repeated_groups(original_of(module), resolution)
-    if found:
+    repeated = repeated_groups(original_of(module), resolution)
+    if repeated:
         with suppress(Exception):  # a step in which all blocks run raises its own error
-            step = _simulated(resolution, module, batch, options, found)
+            step = _simulated(resolution, module, batch, options, repeated)
             if step is not None:
                 return step
     step = _simulated(resolution, module, batch, options, [])
@@ -170,9 +170,9 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
 
 
 def _simulated(
-    resolution: Resolution, module: nn.Module, batch: Batch, options: StepOptions, found: list[Groups]
+    resolution: Resolution, module: nn.Module, batch: Batch, options: StepOptions, repeated: list[Groups]
 ) -> Step | None:
-    """Return a step in which the middle of the ``found`` groups is written; None if its log does not allow that."""
+    """Return a step in which the middle of the ``repeated`` groups is written; None if its log does not allow that."""
     module = original_of(module)
     dtype, loss, units = options.get("dtype"), options.get("loss", "causal-lm"), options.get("units")
     mesh, roles = resolution.one_mesh, resolution.axis_roles(options.get("data_axes"))
@@ -212,7 +212,7 @@ def _simulated(
     own_batch = tokens if tokens is not None else (arguments, named)
     step = Step(module, flow, loss, own_batch, roles=roles, metadata=resolution.metadata, autocast=autocast)
     step.stages = stages_of(resolution)
-    skipped = SkippedBlocks(module, found, flow.timeline, flow.axes_of)
+    skipped = SkippedBlocks(module, repeated, flow.timeline, flow.axes_of)
     names = [name for name in block_names(resolution.metadata) if name not in skipped.names]
     blocks = [module.get_submodule(name) for name in names]
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
@@ -247,7 +247,7 @@ def _simulated(
                 handle.remove()
     if not skipped.is_complete:
         return None
-    for groups in found:
+    for groups in repeated:
         log = expanded(flow.timeline.log, groups)
         if log is None:
             return None

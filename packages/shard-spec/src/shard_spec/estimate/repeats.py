@@ -49,15 +49,15 @@ def repeated_groups(module: nn.Module, resolution: Resolution) -> list[Groups]:
                 like = replace(tensor, name=alias.removeprefix(block), aliases=("",))
                 shared = tensor.name if len(tensor.aliases) > 1 else ""
                 tensors[block].append((like, shared, resolution.layouts.get(tensor.name)))
-    found: list[Groups] = []
+    repeated: list[Groups] = []
     for names in siblings.values():
         blocks, at = [module.get_submodule(name) for name in names], 0
         while at <= len(names) - _LEAST:
             groups = (_groups_from(names, blocks, at, size, tensors) for size in range(1, _LONGEST + 1))
             first = next((each for each in groups if len(each) >= _LEAST), ())
-            found += [first] if first else []
+            repeated += [first] if first else []
             at += sum(map(len, first)) or 1
-    return found
+    return repeated
 
 
 def _groups_from(names: list[str], blocks: list[nn.Module], start: int, size: int, tensors: Tensors) -> Groups:
@@ -139,7 +139,7 @@ class SkippedBlocks:
 
     Args:
         module: The model of the step.
-        found: Groups of alike blocks.
+        repeated: Groups of alike blocks.
         timeline: Log of the step.
         axes_of: Model axes that shard a tensor.
     """
@@ -147,18 +147,18 @@ class SkippedBlocks:
     def __init__(
         self,
         module: nn.Module,
-        found: list[Groups],
+        repeated: list[Groups],
         timeline: Timeline,
         axes_of: Callable[[torch.Tensor], frozenset[str]],
     ) -> None:
-        self._module, self._found, self._timeline, self._axes_of = module, found, timeline, axes_of
+        self._module, self._repeated, self._timeline, self._axes_of = module, repeated, timeline, axes_of
         self._calls: dict[str, list[Any]] = {}  # FQN of a block of the third group to what it was called with
         self._results: dict[str, tuple[Any, Any]] = {}  # and what it returned: without its tensor, and facts of that
         self._skipped: list[str] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
-        for groups in self._found:
+        for groups in self._repeated:
             for at, group in enumerate(groups):
                 for peer, name in zip(groups[FIRST - 1], group, strict=True):
                     block = self._module.get_submodule(name)
@@ -180,7 +180,7 @@ class SkippedBlocks:
     @property
     def names(self) -> list[str]:
         """FQNs of the blocks that do not run, in their order."""
-        return [name for groups in self._found for group in groups[FIRST:-LAST] for name in group]
+        return [name for groups in self._repeated for group in groups[FIRST:-LAST] for name in group]
 
     @property
     def is_complete(self) -> bool:

@@ -150,22 +150,22 @@ def expanded(log: Log, groups: Groups) -> Log | None:
         first, *others = ([each[:2] for each in items[half, group]] for group in alike)
         if any(other != first for other in others):
             return None
-    made: dict[Place, Allocation] = {}
+    allocations: dict[Place, Allocation] = {}
     origins: dict[Allocation, Allocation] = {}
     result: Log = []
     between = range(FIRST, FIRST + more)
     *_, last = parts
     for half, group in parts:
         if (half, group) in (last, ("F", len(running) - 1)):
-            ending = _with_copies(items[half, group], places, made, between, result)
+            ending = _with_copies(items[half, group], places, allocations, between, result)
             if ending is None:
                 return None
             items[half, group] = ending
         position = group if group < FIRST else group + more
-        result += _written(items[half, group], (half, position), groups, made, None)
+        result += _written(items[half, group], (half, position), groups, allocations, None)
         after = ("F", FIRST - 1), ("B", FIRST)  # parts that the groups in the middle follow
         for copied in () if (half, group) not in after else between if half == "F" else reversed(between):
-            result += _written(items[half, FIRST - 1], (half, copied), groups, made, origins)
+            result += _written(items[half, FIRST - 1], (half, copied), groups, allocations, origins)
     return result if _is_consistent(log, result, origins) else None
 
 
@@ -207,7 +207,7 @@ def _is_consistent(log: Log, result: Log, origins: dict[Allocation, Allocation])
 
 
 def _with_copies(
-    items: list[Item], places: dict[Allocation, Place], made: dict[Place, Allocation], between: range, log: Log
+    items: list[Item], places: dict[Allocation, Place], allocations: dict[Place, Allocation], between: range, log: Log
 ) -> list[Item] | None:
     """Return the end of forward or of the step, which frees what was held of every group: a cache, casts of weights.
 
@@ -223,7 +223,7 @@ def _with_copies(
             peer = at_of.get((half, FIRST, number), -1)
             if peer < 0 or any(kind == "+" for kind, *_ in items[min(at, peer) : max(at, peer)]):
                 return None
-            copies = (made[half, copied, number] for copied in between)
+            copies = (allocations[half, copied, number] for copied in between)
             result += [("-", None, each) for each in copies if each not in freed]
     return result
 
@@ -258,7 +258,7 @@ def _written(
     items: Sequence[Item],
     part: tuple[str, int],
     groups: Groups,
-    made: dict[Place, Allocation],
+    allocations: dict[Place, Allocation],
     origins: dict[Allocation, Allocation] | None,
 ) -> Log:
     """Return the entries of a part, which a group in the middle has copies of; ``origins`` are those of the copies."""
@@ -269,10 +269,10 @@ def _written(
             if origins is not None:
                 origin, value = value, replace(value)
                 origins[value] = origin
-            made[half, group, number] = value
+            allocations[half, group, number] = value
             number += bool(half)
         elif kind == "-" and isinstance(equal, tuple):
-            value = made.get((equal[0], group + equal[1], equal[2]), value)
+            value = allocations.get((equal[0], group + equal[1], equal[2]), value)
         elif kind == "sent" and isinstance(equal[3], tuple):
             (axis, op, what, (distance, at, name), *rest) = equal
             value = axis, op, what, groups[group + distance][at] + name, *rest

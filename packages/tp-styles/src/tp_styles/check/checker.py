@@ -518,7 +518,7 @@ class Checker:
             if sharded.value is None:
                 if reference.value is not None and not sharded.is_apart:
                     own, _ = sharded.errors[self.axis.rank]
-                    verdict.found = self.joined([Row("raises", both.place, reason=own)] if own else [])
+                    verdict.joined = self.joined([Row("raises", both.place, reason=own)] if own else [])
                 elif not both.lively:
                     self._raise_lone_error(scope, sharded, "the sharded forward")
                 return verdict.failed(sharded.failure)
@@ -530,7 +530,7 @@ class Checker:
             verdict.stage = Stage.OUTPUTS
             comparison.tolerance = self.tolerance(constants)
             outputs = comparison.outputs(sharded.value, reference.value)
-            verdict.found = self.joined(comparison.rows)
+            verdict.joined = self.joined(comparison.rows)
             if any(item.kind == "output" for item in verdict.differences):
                 verdict.place = self._first_difference(scope, call, both, comparison)
             full = [output.layout == "full" for output in outputs if output.is_output]
@@ -545,7 +545,7 @@ class Checker:
             verdict.stage = Stage.ALL
             if not verdict.differences:
                 comparison.buffers(sharded.value, reference.value)
-                verdict.found = self.joined(comparison.rows)
+                verdict.joined = self.joined(comparison.rows)
         if verdict.stage == Stage.ALL and verdict.is_closed and not (verdict.differences or call.inputs.has_shards):
             scope.verified.add(call.mode)
         return verdict

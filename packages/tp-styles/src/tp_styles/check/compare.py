@@ -274,7 +274,7 @@ class Verdict:
     Attributes:
         stage: The last completed step.
         rows: The rows of this rank; counts are of these.
-        found: The rows of all ranks, joined: differences, and what no rank has compared.
+        joined: The rows of all ranks: differences, and what no rank has compared.
         is_closed: Outputs are full, so a region around this one may use them as the original's.
         failure: The error that ended it early.
         place: First module with another output.
@@ -284,7 +284,7 @@ class Verdict:
 
     stage: Stage = Stage.NOTHING
     rows: list[Row] = field(default_factory=list)
-    found: list[Row] = field(default_factory=list)
+    joined: list[Row] = field(default_factory=list)
     is_closed: bool = False
     failure: str = ""
     place: str = ""
@@ -300,7 +300,7 @@ class Verdict:
     @property
     def differences(self) -> list[Row]:
         """Return the unequal values of all ranks."""
-        return [row for row in self.found if row.verdict == "differs"]
+        return [row for row in self.joined if row.verdict == "differs"]
 
     @property
     def raises(self) -> bool:
@@ -322,7 +322,7 @@ class Verdict:
     def __str__(self) -> str:
         if self.reason:
             return f"unchecked: {self.reason}"
-        names = list(dict.fromkeys(row.name for row in self.found if row.verdict == "unchecked"))
+        names = list(dict.fromkeys(row.name for row in self.joined if row.verdict == "unchecked"))
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         zeros = f"; unchecked, zero or without a gradient in both runs: {', '.join(names[:8])}{more}"
         return f"equal to the original ({counts(self.rows)}){zeros if names else ''}"
