@@ -182,7 +182,7 @@ def optimizer_reason(optimizer: Optimizer, mesh: DeviceMesh, full: Collection[in
             text = f"({type(error).__name__}: {error!s:.80})"
             reason = f"{kind} fails {'on shards' if place else 'outside of the step'} {text}"
         # An update of one rank's rows may fail on that rank alone; the others would wait for it in the gathers below.
-        reasons = all_gather_objects(mesh, reason, f"the comparison of {kind}")
+        reasons: list[str] = all_gather_objects(mesh, reason, f"the comparison of {kind}")
         if any(reasons):
             return next(filter(None, reasons))
         values = full_tensors([new for new, _ in pairs])
