@@ -8,6 +8,7 @@ started, is ours.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tarfile
 import types
@@ -203,19 +204,32 @@ def test_every_plan_of_transformers(ranks: Ranks) -> None:
     assert min(installed.values()) > 0, installed
 
 
+def shares_of_types() -> dict[str, float]:
+    """Share of the parameters that each type of the committed table has sharded, 0.698 for falcon."""
+    table = Path(__file__).parents[3] / "docs" / "benchmarks" / "tp-styles-types.md"
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+)% \| right \|$", table.read_text(), re.MULTILINE)
+    return {name: float(share) / 100 for name, share in rows}
+
+
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.ranks(2, timeout=900)
 @pytest.mark.parametrize("part", range(12))
 def test_every_causal_type(ranks: Ranks, part: int) -> None:
-    """By `auto_plan`, two steps: loss and all parameters as in one process, as `grids.py types` lists them."""
+    """By `auto_plan`, two steps: loss and all parameters as in one process, as `grids.py types` lists them.
+
+    Each type shards at least the share that its row of the table has; one without a row shards 70 %.
+    """
     mesh = ranks.mesh((2,), ("tp",))
     rows = {name: hf_models.check_type(name, mesh) for name in hf_models.causal_types()[part::12]}
     built = {name: row for name, row in rows.items() if not row["outcome"].startswith("no model")}
     others = {name: row["outcome"] for name, row in built.items() if row["outcome"] != "right"}
     assert len(built) >= 9, len(built)
     assert others == {}, others
-    low = {name: row["share"] for name, row in built.items() if row["share"] < 0.7}
-    assert len(low) <= 0.25 * len(built), low
+    table = shares_of_types()
+    assert len(table) >= 154, len(table)
+    # The table has one digit behind the point: 69.8 % is 69.75 % to 69.85 %.
+    low = {name: row["share"] for name, row in built.items() if row["share"] < table.get(name, 0.7) - 0.0005}
+    assert low == {}, low
 
 
 def loaded(folder: Path, tp_size: int, **plan: str) -> Any:
