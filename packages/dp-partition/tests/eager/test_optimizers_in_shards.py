@@ -198,6 +198,59 @@ def test_an_optimizer_that_comes_after_the_placement_is_compared_as_well(ranks: 
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
+class Uncopied:
+    """A value in an optimizer's state that raises when it is copied, on rank 1 alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __deepcopy__(self, memo: Any) -> Uncopied:
+        if self.rank == 1:
+            raise ValueError("no copy here")
+        return Uncopied(self.rank)
+
+
+class HalfRatio(Halves):
+    """Raises on rank 1 alone, where rank 0 already reduces a norm of all rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not isinstance(p, DTensor) or 2 * len(p.to_local()) >= len(p):
+                    p.norm() + 1
+        super().step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fault", ["copy", "norm"])
+def test_a_trial_that_fails_on_one_rank_alone_fails_on_all(ranks: Ranks, fault: str) -> None:
+    """Rank 0 gathers shards, or reduces a norm, while rank 1 raises: it neither hangs nor reads rank 1's message."""
+    model = made()
+    box: list[Any] = [torch.optim.SGD(model.parameters(), lr=1e-2)]
+
+    def boxed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return train(model, box[0], x, y)
+
+    step = dp.distribute(boxed, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
+    losses = []
+    for call in range(CALLS):
+        generator = torch.Generator().manual_seed(10 * call + ranks.rank)
+        x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (WIDTH, 5))
+        if call == 2:
+            known, first = box[0], next(model.parameters())
+            box[0] = Signs(model.parameters(), lr=1e-2) if fault == "copy" else HalfRatio(model.parameters(), lr=1e-2)
+            if fault == "copy":
+                box[0].state[first]["note"] = Uncopied(ranks.rank)
+            text = "no copy here" if fault == "copy" else "less than half of the rows"
+            with pytest.raises(dp.PlanError, match=f"not-elementwise.*{text}"):
+                step(x, y)
+            box[0] = known
+            known.zero_grad()
+        losses.append(step(x, y))
+    assert len(losses) == CALLS and all(map(torch.isfinite, losses))
+
+
 class Elements(TorchDispatchMode):
     """Counts the elements of random gradients."""
 

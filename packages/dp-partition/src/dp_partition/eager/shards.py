@@ -15,7 +15,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -173,20 +172,19 @@ def optimizer_reason(optimizer: Optimizer, mesh: DeviceMesh, full: Collection[in
     kind = type(optimizer).__name__
     is_known = getattr(optimizer, "is_elementwise", None) is None and is_elementwise(optimizer)
     for place in (None, placement_of(mesh)):
-        pairs, reason = list[tuple[torch.Tensor, torch.Tensor]](), ""
+        trial, values, reason = _Trial(mesh, kind), list[tuple[torch.Tensor, torch.Tensor]](), ""
         try:
-            pairs = _stepped(optimizer, place, full, shard_world(mesh) if is_known else 0)
-        except _CommunicatesError:
-            reason = f"{kind} communicates by itself, of parameters as they are on each rank"
-        except Exception as error:  # of any optimizer's own code
+            with trial:
+                pairs = _stepped(optimizer, place, full, shard_world(mesh) if is_known else 0, trial)
+                values = list(zip(full_tensors([new for new, _ in pairs]), [old for _, old in pairs], strict=True))
+        except _StoppedError as stopped:
+            reason = str(stopped)
+        except Exception as error:  # of any optimizer's own code, or of the copies of what it holds
             text = f"({type(error).__name__}: {error!s:.80})"
             reason = f"{kind} fails {'on shards' if place else 'outside of the step'} {text}"
-        # An update of one rank's rows may fail on that rank alone; the others would wait for it in the gathers below.
-        reasons: list[str] = all_gather_objects(mesh, reason, f"the comparison of {kind}")
-        if any(reasons):
-            return next(filter(None, reasons))
-        values = full_tensors([new for new, _ in pairs])
-        updates.append([new - old for new, (_, old) in zip(values, pairs, strict=True)])
+        if why := trial.stopped or trial.meet(reason):
+            return why
+        updates.append([new - old for new, old in values])
     for want, got in zip(*updates, strict=True):
         difference = relative_error(got, want)
         # One rounding at most: an elementwise update of shards is equal bit for bit. Muon's products of shards in
@@ -196,15 +194,39 @@ def optimizer_reason(optimizer: Optimizer, mesh: DeviceMesh, full: Collection[in
     return ""
 
 
-class _CommunicatesError(BaseException):
-    """An optimizer communicates in its trial on full tensors. No `Exception`: its own handlers must not catch it."""
+class _StoppedError(BaseException):
+    """A trial stops on this rank before a message. No `Exception`: an optimizer's handlers must not catch it."""
 
 
-class _NoCommunication(TorchDispatchMode):
+class _Trial(TorchDispatchMode):
+    """Ranks exchange their state before each message of an optimizer's trial, and at its end.
+
+    An optimizer may fail on one rank alone: its update of that rank's rows, or the copy of an object that this rank
+    alone holds. The others stop before their next gather of a shard or reduction of a norm, which it will not enter.
+    """
+
+    def __init__(self, mesh: DeviceMesh, kind: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mesh, self.kind = mesh, kind
+        self.is_silent = False  # whether a message stops the trial: WholeMatrices has planned its messages
+        self.stopped = ""  # the first reason of any rank against going on
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            raise _CommunicatesError
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators on shards, and their messages, come here next
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and "wait_tensor" not in func.__name__:
+            if self.is_silent:
+                raise _StoppedError(f"{self.kind} communicates by itself, of parameters as they are on each rank")
+            if self.meet(ended=False):
+                raise _StoppedError
         return func(*args, **(kwargs or {}))
+
+    def meet(self, reason: str = "", *, ended: bool = True) -> str:
+        """Return the first reason of any rank against going on, the same on all ranks; empty without one."""
+        rows = all_gather_objects(self.mesh, (ended, reason), f"the comparison of {self.kind}")
+        apart = f"{self.kind} communicates on some ranks alone" if len({end for end, _ in rows}) > 1 else ""
+        self.stopped = next((text for _, text in rows if text), apart)
+        return self.stopped
 
 
 def _one_of_each_kind(
@@ -252,7 +274,7 @@ def _one_of_each_kind(
 
 
 def _stepped(
-    optimizer: Optimizer, place: Place | None, full: Collection[int], ranks: int
+    optimizer: Optimizer, place: Place | None, full: Collection[int], ranks: int, trial: _Trial
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return one parameter of each kind after steps of a copy, from random gradients, and its full values before."""
     copied, parameters, stay = _one_of_each_kind(optimizer, full, ranks)
@@ -265,14 +287,14 @@ def _stepped(
             swap[id(parameter)][1].grad = place(gradient)
         parameter.grad = gradient
     before = [parameter.detach().clone() for parameter in parameters]
-    silent: Any = _NoCommunication()  # type: ignore[no-untyped-call]  # WholeMatrices has planned its messages
+    trial.is_silent = place is None
     if place is not None:
         Reach(copied).repoint(swap, place)
-        silent = nullcontext()
-    with random_state_restored(), ClosedTraps(), silent:
+    with random_state_restored(), ClosedTraps():
         torch.manual_seed(0)  # equal draws for both copies
         for _ in range(6):  # some do more in every fifth or sixth
             type(copied).step(copied)
+    trial.is_silent = False
     after = [swap[id(p)][1] if id(p) in swap else p for p in parameters]
     return [(new.detach(), old) for new, old in zip(after, before, strict=True)]
 
