@@ -198,6 +198,65 @@ def test_an_optimizer_that_comes_after_the_placement_is_compared_as_well(ranks: 
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
+class Means(torch.optim.Optimizer):
+    """Divides by a mean of this rank's rows: not elementwise, and no error on shards."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                own, grad = (x.to_local() if isinstance(x, DTensor) else x for x in (p, p.grad))
+                own.sub_(grad / (grad.abs().mean() + 1e-3), alpha=group["lr"])
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_optimizer_step_is_compared_and_stays_one_graph(ranks: Ranks) -> None:
+    """`torch.compile(optimizer.step)` after the placement: AdamW trains on, means of rows are refused on both ranks."""
+    for make, way in ((torch.optim.AdamW, "right"), (Means, "refused"), (Means, "whole")):
+        results, graphs = [], list[int]()
+        torch.compiler.reset()
+
+        def backend(module: Any, inputs: Any, graphs: list[int] = graphs) -> Any:
+            graphs.append(len(inputs))
+            return module
+
+        for style in ("replicate", "fully_shard"):
+            model = made()
+            optim: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
+            box = [optim, optim.step]
+
+            def boxed(x: torch.Tensor, y: torch.Tensor, model: nn.Module = model, box: list[Any] = box) -> None:
+                F.mse_loss(model(x), y).backward()
+                box[1]()
+                box[0].zero_grad()
+
+            step = dp.distribute(boxed, mesh=ranks.mesh((2,), ("dp",)), style=style, check="never")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the compiler: TorchScript is deprecated, a hook is not traced
+                for call in range(CALLS):
+                    generator = torch.Generator().manual_seed(10 * call + ranks.rank)
+                    x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (WIDTH, 5))
+                    if call == 2:
+                        box[0] = make(model.parameters(), lr=1e-2)
+                        box[1] = torch.compile(box[0].step, backend=backend, fullgraph=way == "whole")
+                        graphs.clear()
+                    if call == 2 and way != "right" and style == "fully_shard":
+                        text = (
+                            "not-elementwise.*Means updates shards diff" if way == "refused" else "make that one step"
+                        )
+                        with pytest.raises((dp.PlanError, RuntimeError), match=text):
+                            step(x, y)
+                        break
+                    step(x, y)
+            with step.unsharded():
+                results.append([p.detach().clone() for p in model.parameters()])
+        assert way != "right" or sum(map(torch.equal, *results)) == 6
+        assert len(graphs) <= 2, graphs  # one with new state, one with state that is there
+
+
 class Uncopied:
     """A value in an optimizer's state that raises when it is copied, on rank 1 alone."""
 

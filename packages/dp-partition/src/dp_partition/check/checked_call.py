@@ -249,10 +249,7 @@ class CheckedCall:
         """Outcome of another right run; None where it does not go through."""
         self.before.restore()
         self.random.restore()
-        try:
-            copied = self.copy(transform)
-        except CannotCopyError:
-            copied = None
+        copied, _ = capture_errors(partial(self.copy, transform))  # one rank alone may be short of memory
         if not all(self.gather(copied is not None)) or copied is None:
             return None
         return self.reference(copied).outcome

@@ -507,11 +507,21 @@ class ClosedTraps:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():  # in a compiled step it would be another graph in each call
-        for traps in running.get(threading.get_ident(), [])[-1:]:
-            traps.compare(optimizer)
+    # A compiled step is traced through this hook: it has to see nothing that changes from call to call.
+    if running and COMPARED not in vars(optimizer):
+        _compare_in_call(optimizer)
 
 
+_REASON = "an optimizer is compared before its first step of shards: make that one step without fullgraph"
+
+
+@torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
+def _compare_in_call(optimizer: Optimizer) -> None:
+    for traps in running.get(threading.get_ident(), [])[-1:]:
+        traps.compare(optimizer)
+
+
+COMPARED = "_dp_partition_compared"  # attribute of optimizers that need no comparison at their steps
 # From now on optimizers are compared at their first step of shards; installed once for the process.
 compare_optimizers = functools.cache(partial(register_optimizer_step_pre_hook, _before_step))
 

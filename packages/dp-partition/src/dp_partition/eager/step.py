@@ -40,6 +40,7 @@ from dp_partition.capture.state import without_data, wrapped
 from dp_partition.capture.tracer import user_line
 from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer, PlacedShards
 from dp_partition.eager.shards import (
+    COMPARED,
     ClosedTraps,
     Units,
     Watch,
@@ -238,6 +239,7 @@ class EagerStep:
             hint = "call release() before the first call with it: the next one keeps its parameters full"
             raise PlanError(Problem("not-elementwise", self.name, found=f"since it is in shards, {why}", hint=hint))
         placed.optimizers.append(optimizer)
+        vars(optimizer)[COMPARED] = True
         placed.handles += state.hook_placed((), [optimizer], partial(place_loaded_state, placement_of(self.mesh)))
 
     def place(self, reach: Reach, watch: Watch) -> None:
@@ -290,6 +292,8 @@ class EagerStep:
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
         handles = state.hook_placed(reach.modules, reach.optimizers, take)
         compare_optimizers()
+        for optimizer in reach.optimizers:
+            vars(optimizer)[COMPARED] = True
         self.watch = None
         self.placed = Placed(units, reach.optimizers, handles, PlacedShards(self.parameters, self.mesh, self.name))
 
@@ -383,6 +387,8 @@ class EagerStep:
             state.install_full(self.modules, self.parameters.values(), reach, lambda _: problem)
             for handle in self.placed.handles:
                 handle.remove()
+            for optimizer in self.placed.optimizers:
+                vars(optimizer).pop(COMPARED, None)
         if self.reducer is not None:
             self.reducer.remove()
         self.reducer, self.parameters, self.modules, self.placed = None, {}, [], None
