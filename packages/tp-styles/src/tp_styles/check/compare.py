@@ -325,8 +325,11 @@ class Verdict:
         names = list(dict.fromkeys(row.name for row in self.joined if row.verdict == "unchecked"))
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         zeros = f"; unchecked, zero or without a gradient in both runs: {', '.join(names[:8])}{more}"
-        compared = counts(row for row in self.rows if row.name not in names)  # no rows here, and zeros elsewhere
-        return f"equal to the original ({compared}){zeros if names else ''}"
+        # A rank without rows of a value finds it equal, where the others find zeros in theirs: it is not compared.
+        return (
+            f"equal to the original ({counts(row for row in self.rows if row.name not in names)})"
+            f"{zeros if names else ''}"
+        )
 
 
 HINTS = {

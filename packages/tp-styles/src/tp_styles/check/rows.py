@@ -123,9 +123,8 @@ def joined(everyone: Sequence[Sequence[Row]]) -> list[Row]:
     of zeros, of which the others hold no rows) is unchecked.
     """
     listed: dict[tuple[str, str], list[Row]] = {}
-    for rank, rows in enumerate(everyone):
-        for row in (row for row in rows if row.verdict != "equal"):
-            listed.setdefault((row.kind, row.name), []).append(replace(row, ranks=(rank,)))
+    for rank, row in [(rank, row) for rank, rows in enumerate(everyone) for row in rows if row.verdict != "equal"]:
+        listed.setdefault((row.kind, row.name), []).append(replace(row, ranks=(rank,)))
     result = []
     for rows in listed.values():
         worst = max(rows, key=lambda row: (row.verdict == "differs", row.error))
