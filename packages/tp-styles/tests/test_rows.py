@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from tp_styles.check.rows import Row, joined
 
 KINDS = ("output", "gradient", "buffer")
-VERDICTS = ("equal", "differs", "unchecked")
+VERDICTS: tuple[Literal["equal", "differs", "unchecked"], ...] = ("equal", "differs", "unchecked")
 
 
 def drawn_rows(rng: random.Random) -> list[Row]:
