@@ -46,6 +46,7 @@ from shard_reshard.state_dict.pairs import (
     scale_axes,
     scale_layout,
     weight_beside,
+    zero_point_problems,
 )
 
 
@@ -280,10 +281,12 @@ def plan_state_dict(
     if pairs:
         matched = matched_pairs({name: meta[:2] for name, meta in sources.items()}, pairs, problems)
         keys = _with_scales(asked, sources, matched, problems)
+        problems += zero_point_problems([name for name in sources if asked.get(name, name) is not None], matched)
     by_target = _routes(sources, keys, problems)
     if unexpected:
         names = {name for facts in everyone for name in facts.outs}
-        by_target = _expected(by_target, names, dst_layouts, unexpected)
+        weights = {entry.scale: name for name, entry in matched.items()}
+        by_target = _expected(by_target, names, dst_layouts, unexpected, weights)
     values, paths = _values(everyone, problems) if any(facts.paths for facts in everyone) else ({}, {})
     dropped = frozenset(sources) - {route.source for routes in by_target.values() for route in routes}
 
@@ -373,17 +376,27 @@ def _routes(sources: Mapping[str, TensorMeta], keys: KeyMap, problems: list[Prob
 
 
 def _expected(
-    by_target: dict[str, list[Route]], outs: Collection[str], dst_layouts: DstLayouts, unexpected: Sequence[str]
+    by_target: dict[str, list[Route]],
+    outs: Collection[str],
+    dst_layouts: DstLayouts,
+    unexpected: Sequence[str],
+    weights: Mapping[str, str],
 ) -> dict[str, list[Route]]:
-    """Leave out destinations that no one asked for, of sources that match the globs."""
+    """Leave out destinations that no one asked for, of sources that match the globs.
+
+    A scale stays where its weight does; ``weights`` are the weights of scales.
+    """
     named = set(outs) | set(dst_layouts if isinstance(dst_layouts, Mapping) else ())
     if not named and dst_layouts is not None:  # a layout for all, and no `out`: every tensor is asked for
         return by_target
-    return {
-        name: routes
+    left_out = {
+        name
         for name, routes in by_target.items()
-        if name in named or not all(any(fnmatchcase(r.source, glob) for glob in unexpected) for r in routes)
+        if name not in named and all(any(fnmatchcase(r.source, glob) for glob in unexpected) for r in routes)
     }
+    used = {route.source for name, routes in by_target.items() if name not in left_out for route in routes}
+    left_out -= {name for name in left_out if any(weights.get(route.source) in used for route in by_target[name])}
+    return {name: routes for name, routes in by_target.items() if name not in left_out}
 
 
 def _with_scales(
