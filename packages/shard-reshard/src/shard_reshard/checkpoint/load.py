@@ -48,7 +48,7 @@ from shard_reshard.state_dict.agreement import (
     local_tensor,
     local_tensors,
     plan_of_all,
-    targets_of,
+    tensors_of,
 )
 from shard_reshard.state_dict.outputs import LocalTargets, Progress, ReceiveBuffers, move_buckets, staged, write_outputs
 from shard_reshard.state_dict.pairs import Pair, as_pairs
@@ -130,7 +130,7 @@ def load_safetensors(
     members, dst_layouts = group_info(group), kept_layouts(dst_layouts)
     # What this rank has, and the headers that it reads; the problems of all ranks come before any plan.
     try:
-        targets = targets_of(out)
+        targets = tensors_of(out, out=True)
         facts = collect_metadata({}, targets, {}, {}, members)
         uninitialized, sums = uninitialized_buffers(out) if strict else ([], {})
         listed, states, tables, unreadable = _own_headers(files, members)
@@ -251,9 +251,9 @@ def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
     if not folder.is_dir():
         return [str(files)], {}
     variants = sorted(folder.glob("*.safetensors.index.json"))
-    for index in tuple(variants):  # a model in one file, saved over a model in several
-        single = index.with_name(index.name.removesuffix(".index.json"))
-        variants += [single] if single.exists() and str(single) not in indexed_files(index) else []
+    if len(variants) == 1:  # a model in one file may have been saved over a model in several
+        single = variants[0].with_name(variants[0].name.removesuffix(".index.json"))
+        variants += [single] if str(single) not in _indexed(variants[0])[0] and single.exists() else []
     if len(variants) > 1:
         listed = ", ".join(path.name for path in variants)
         raise refusal(

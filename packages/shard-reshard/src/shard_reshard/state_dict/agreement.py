@@ -37,34 +37,26 @@ from shard_reshard.state_dict.plan import DstLayouts, KeyRule, RankMeta, StateDi
 P = TypeVar("P")
 
 
-def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
+def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None, *, out: bool = False) -> dict[str, Any]:
     """Return the tensors of a module or mapping; parameters of a module keep their ``_sharding_info``.
 
     Of a module these are all entries of its ``state_dict``, under the names there: activation checkpointing takes its
-    own prefix off the names in a state dict, and quantised layers add scales that are no buffers.
+    own prefix off the names in a state dict, and quantised layers add scales that are no buffers. Such a scale is made
+    anew by each ``state_dict``, and refused as an ``out``.
     """
     if given is None:
         return {}
     if isinstance(given, torch.nn.Module):
-        return dict(given.state_dict(keep_vars=True))
-    unusual = [kind for kind in set(map(type, given.values())) - PLAIN_TYPES if not hasattr(kind, "device_mesh")]
-    return unusual_tensors(given) if unusual else dict(given)  # most are plain tensors and DTensors
-
-
-def targets_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the tensors of ``out``.
-
-    Tensors that a module's ``state_dict`` makes anew, as the scales of 4-bit layers, are refused.
-    """
-    targets = tensors_of(given)
-    if isinstance(given, torch.nn.Module):
-        own = {*map(id, given.parameters()), *map(id, given.buffers())}
-        made = [name for name, value in targets.items() if isinstance(value, torch.Tensor) and id(value) not in own]
-        if made:
+        tensors = dict(given.state_dict(keep_vars=True))
+        own = {*map(id, given.parameters()), *map(id, given.buffers())} if out else set()
+        made = [name for name, value in tensors.items() if isinstance(value, torch.Tensor) and id(value) not in own]
+        if out and made:
             reason = "a tensor that the module's state_dict() makes: what is written to it is lost"
             hint = "pass a mapping of the module's own tensors, and load_state_dict() the rest of the result"
             raise refusal("invalid-out", made[0], found=reason, hint=hint)
-    return targets
+        return tensors
+    unusual = [kind for kind in set(map(type, given.values())) - PLAIN_TYPES if not hasattr(kind, "device_mesh")]
+    return unusual_tensors(given) if unusual else dict(given)  # most are plain tensors and DTensors
 
 
 class NestedTensors(dict[str, Any]):

@@ -284,9 +284,7 @@ def plan_state_dict(
         problems += zero_point_problems([name for name in sources if asked.get(name, name) is not None], matched)
     by_target = _routes(sources, keys, problems)
     if unexpected:
-        names = {name for facts in everyone for name in facts.outs}
-        weights = {entry.scale: name for name, entry in matched.items()}
-        by_target = _expected(by_target, names, dst_layouts, unexpected, weights)
+        by_target = _expected(by_target, everyone, dst_layouts, unexpected, matched)
     values, paths = _values(everyone, problems) if any(facts.paths for facts in everyone) else ({}, {})
     dropped = frozenset(sources) - {route.source for routes in by_target.values() for route in routes}
 
@@ -377,16 +375,17 @@ def _routes(sources: Mapping[str, TensorMeta], keys: KeyMap, problems: list[Prob
 
 def _expected(
     by_target: dict[str, list[Route]],
-    outs: Collection[str],
+    everyone: Sequence[RankMeta],
     dst_layouts: DstLayouts,
     unexpected: Sequence[str],
-    weights: Mapping[str, str],
+    matched: Mapping[str, Matched],
 ) -> dict[str, list[Route]]:
     """Leave out destinations that no one asked for, of sources that match the globs.
 
-    A scale stays where its weight does; ``weights`` are the weights of scales.
+    A scale of ``matched`` stays where its weight does.
     """
-    named = set(outs) | set(dst_layouts if isinstance(dst_layouts, Mapping) else ())
+    named = {name for facts in everyone for name in facts.outs}
+    named |= set(dst_layouts if isinstance(dst_layouts, Mapping) else ())
     if not named and dst_layouts is not None:  # a layout for all, and no `out`: every tensor is asked for
         return by_target
     left_out = {
@@ -395,7 +394,8 @@ def _expected(
         if name not in named and all(any(fnmatchcase(r.source, glob) for glob in unexpected) for r in routes)
     }
     used = {route.source for name, routes in by_target.items() if name not in left_out for route in routes}
-    left_out -= {name for name in left_out if any(weights.get(route.source) in used for route in by_target[name])}
+    scales = {entry.scale for weight, entry in matched.items() if weight in used}
+    left_out -= {name for name in left_out if any(route.source in scales for route in by_target[name])}
     return {name: routes for name, routes in by_target.items() if name not in left_out}
 
 
