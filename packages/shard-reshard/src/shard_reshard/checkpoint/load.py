@@ -284,7 +284,7 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors", re.DOTALL)
 
 
 def _by_numbers(path: str) -> list[object]:
-    """Return a key that sorts ``rank_2`` before ``rank_10``: files of writers are in the order of these."""
+    """Return a key that sorts by numbers: the file of writer 2 comes before that of writer 10."""
     return [int(text) if at % 2 else text for at, text in enumerate(re.split(r"(\d+)", path))]
 
 
