@@ -41,19 +41,26 @@ def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None, *, out: bool =
     """Return the tensors of a module or mapping; parameters of a module keep their ``_sharding_info``.
 
     Of a module these are all entries of its ``state_dict``, under the names there: activation checkpointing takes its
-    own prefix off the names in a state dict, and quantised layers add scales that are no buffers. Such a scale is made
-    anew by each ``state_dict``, and refused as an ``out``.
+    own prefix off the names in a state dict, and quantised layers add scales that are no buffers. In an ``out``, an
+    entry that ``state_dict`` makes anew gives way to the module's tensor of its name, such as the leaf of a bridged
+    module; an entry without one, such as a scale, is refused.
     """
     if given is None:
         return {}
     if isinstance(given, torch.nn.Module):
+        # The state dict comes first: FSDP2 shards a module again there that a forward has gathered.
         tensors = dict(given.state_dict(keep_vars=True))
-        own = {*map(id, given.parameters()), *map(id, given.buffers())} if out else set()
-        made = [name for name, value in tensors.items() if isinstance(value, torch.Tensor) and id(value) not in own]
-        if out and made:
-            reason = "a tensor that the module's state_dict() makes: what is written to it is lost"
-            hint = "pass a mapping of the module's own tensors, and load_state_dict() the rest of the result"
-            raise refusal("invalid-out", made[0], found=reason, hint=hint)
+        if not out:
+            return tensors
+        own: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
+        own.update(given.named_parameters(remove_duplicate=False))
+        kept = {id(value) for value in own.values()}
+        tensors = {name: value if id(value) in kept else own.get(name, value) for name, value in tensors.items()}
+        for name, value in tensors.items():
+            if isinstance(value, torch.Tensor) and id(value) not in kept:
+                reason = "a tensor that the module's state_dict() makes: what is written to it is lost"
+                hint = "pass a mapping of the module's own tensors, and load_state_dict() the rest of the result"
+                raise refusal("invalid-out", name, found=reason, hint=hint)
         return tensors
     unusual = [kind for kind in set(map(type, given.values())) - PLAIN_TYPES if not hasattr(kind, "device_mesh")]
     return unusual_tensors(given) if unusual else dict(given)  # most are plain tensors and DTensors
@@ -120,6 +127,9 @@ def collect_metadata(
     strange = [name for name in tensors if not isinstance(name, str)]
     if strange:
         raise refusal("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
+    if not hasattr(src_layouts, "items"):
+        hint = "give a layout for each name: src_layouts=dict.fromkeys(names, layout)"
+        raise refusal("invalid-argument", "src_layouts", found=repr(src_layouts), hint=hint)
     problems: list[Problem] = []
     if pairs:
         derived = _scale_layouts(state_dict, src_layouts, shapes, members, pairs, problems)
