@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranktest import Ranks
-from shard_reshard import load_safetensors, reshard_state_dict
+from shard_reshard import PlanError, load_safetensors, reshard_state_dict
 from small_models import new_batches
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -130,6 +130,24 @@ def test_from_safetensors_into_a_parallel_model(ranks: Ranks, tp_size: int, tmp_
     loaded = load_safetensors(folder, out=model)
     assert len(loaded.materialized) == 30
     assert_full(model, expected)
+
+
+@pytest.mark.ranks(2)
+def test_weights_arrive_in_the_leaves_of_a_bridged_module(ranks: Ranks) -> None:
+    """A bridged module's state dict wraps its leaves in DTensors; values are written into the leaves themselves."""
+    mesh = ranks.mesh((1, 2), ("dp", "tp"))
+    model = new_model()
+    apply_plan(model, mesh["tp"], PLAN)
+    ddp = wrap_ddp(model, mesh=mesh)
+    expected = {f"module.{name}": value for name, value in new_model(seed=1).state_dict().items()}
+    shapes = {name: tuple(value.shape) for name, value in expected.items()}
+    with pytest.raises(PlanError, match=r"src_layouts.*give a layout for each name"):
+        reshard_state_dict(expected, out=ddp, src_layouts="2: R")  # type: ignore[arg-type]
+    reshard_state_dict(expected, out=ddp, src_layouts=dict.fromkeys(expected, "2: R"), shapes=shapes)
+    arrived = reshard_state_dict(ddp, "2: R")
+    assert arrived.keys() == expected.keys()
+    assert len(arrived) == 30
+    assert all(torch.equal(arrived[name], value) for name, value in expected.items())
 
 
 @pytest.mark.ranks(4)

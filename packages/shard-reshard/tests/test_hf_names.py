@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,3 +224,30 @@ def test_stacked_experts_are_taken_apart(ranks: Ranks) -> None:
     ):
         with pytest.raises(PlanError, match=code):
             reshard_state_dict(state, "2: R", out=outs, key_map=keys, strict=False)
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_that_lacks_an_expert_moves_no_other_up(ranks: Ranks, tmp_path: Path) -> None:
+    import transformers as t
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    model = t.AutoModelForCausalLM.from_config(_config("qwen3_moe"))
+    save_safetensors(model, folder / "full", key_map=hf_key_map(model, saving=True))
+    whole = load_safetensors(folder / "full", "2: R")
+    if ranks.rank == 0:
+        write(folder / "m.safetensors", {n: v for n, v in whole.items() if ".experts.5." not in n})
+    ranks.gather(None)
+    with pytest.raises(PlanError, match=r"stacked from 11 tensors.*not counted from 0"):
+        load_safetensors(folder / "m.safetensors", "2: R", key_map=hf_key_map(model))
+    # Square experts look alike before and after dims are exchanged: transformers takes them as they are.
+    name, listed = "layers.0.mlp.experts.gate_up_proj", get_checkpoint_conversion_mapping("qwen3_vl_moe")
+    for shape, found in (((2, 8, 8), "the shape before and after dims 1 and 2"), ((2, 4, 8), "")):
+        held = {name: torch.empty(shape)}
+        square = SimpleNamespace(_weight_conversions=listed, state_dict=lambda held=held: held, base_model_prefix="")
+        if found:
+            with pytest.raises(PlanError, match=found):
+                hf_key_map(square)({name: shape})
+        else:
+            assert hf_key_map(square)({name: shape}) == {name: [Part(name)]}
+            assert hf_key_map(square)({name: (2, 8, 4)}) == {name: [Part(name, dims=(0, 2, 1))]}

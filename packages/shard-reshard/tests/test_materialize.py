@@ -228,3 +228,28 @@ def test_ties_and_views_of_memory_on_meta(ranks: Ranks, tmp_path: Path) -> None:
     model.register_buffer("gone", freed if ranks.rank else torch.ones(1000), False)
     with pytest.raises(PlanError, match=r"uninitialized-buffer\] gone: on rank \d: a buffer whose storage was"):
         load_safetensors(folder / "f", dict.fromkeys("ab", "2: R"), out=model, key_map={"b": None, "c": None})
+
+
+@pytest.mark.ranks(2)
+def test_folders_of_many_writers_and_folders_that_are_not_complete(ranks: Ranks, tmp_path: Path) -> None:
+    folder, full = Path(ranks.gather(str(tmp_path))[0]), torch.arange(24.0).view(12, 2)
+    if ranks.rank == 0:
+        for name in ("writers", "half", "both"):
+            (folder / name).mkdir()
+        for number, rows in enumerate(full.chunk(12)):  # rank_10 comes after rank_9, not after rank_1
+            write(folder / "writers" / f"rank_{number}.safetensors", {"w": rows})
+        write(folder / "half" / "model-00001-of-00002.safetensors", {"w": full})
+        for name in ("model-00001-of-00001", "model"):
+            write(folder / "both" / f"{name}.safetensors", {"w": full})
+        (folder / "both" / INDEX).write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))
+    ranks.gather(None)
+    loaded = load_safetensors(folder / "writers", "2: S(0)", stored_as={"w": "12: S(0)"}, shapes={"w": (12, 2)})
+    assert torch.equal(loaded["w"], full.chunk(2)[ranks.rank])
+    with pytest.raises(PlanError, match=r"1 of 2 files model-\.\.\.-of-00002, and no index"):
+        load_safetensors(folder / "half", "2: S(0)")
+    with pytest.raises(PlanError, match="2 variants of the weights"):
+        load_safetensors(folder / "both", "2: S(0)")
+    for name in (INDEX, "model.safetensors"):
+        assert torch.equal(load_safetensors(folder / "both" / name, "2: R")["w"], full)
+    listed = [folder / "half" / "model-00001-of-00002.safetensors"]
+    assert torch.equal(load_safetensors(listed, "2: R")["w"], full)

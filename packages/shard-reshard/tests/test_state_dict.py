@@ -356,3 +356,37 @@ def test_a_group_of_several_jobs(ranks: Ranks, tmp_path: Path) -> None:
         sync({"w": torch.zeros(1, 1) if own else full.chunk(2)[own]})
     moved = reshard_state_dict({"w": full} if own else {}, "rank 0", group=group)
     assert ("w" in moved) is (own == 0)
+
+
+class _ScaledLinear(nn.Linear):
+    """A layer whose state dict has a tensor that is neither a parameter nor a buffer, as 4-bit layers do."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = torch.full((4,), 2.0)
+
+
+class _StatefulLinear(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"scale": 3}
+
+
+@pytest.mark.ranks(2)
+def test_a_module_is_what_its_state_dict_says(ranks: Ranks) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(nn.Linear(4, 2)))  # its prefix is in no state dict
+    moved = reshard_state_dict(model, "2: S(0)")
+    assert set(moved) == set(model.state_dict()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    for name, value in model.state_dict().items():
+        assert torch.equal(moved[name], value.chunk(2)[ranks.rank]), name
+    values = {name: torch.full_like(value, at) for at, (name, value) in enumerate(model.state_dict().items())}
+    reshard_state_dict(values, out=model)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    scaled = nn.Sequential(_ScaledLinear(4, 4))
+    assert "0.weight.absmax" in reshard_state_dict(scaled, "2: R")
+    with pytest.raises(PlanError, match=r"0\.weight\.absmax.*what is written to it is lost"):
+        reshard_state_dict(scaled.state_dict(), out=scaled)
+    with pytest.raises(PlanError, match=r"0\._extra_state: a dict"):
+        reshard_state_dict(nn.Sequential(_StatefulLinear(4, 4)), "2: R")

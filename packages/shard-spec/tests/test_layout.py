@@ -85,6 +85,7 @@ def test_every_layout_reassembles_every_element_as_often_as_it_is_replicated() -
                 assert torch.equal(torch.cat([full[box.slices()] for box in boxes], dim), local)
                 multi += len(boxes) > 1
             boxes_seen += len(boxes)
+        assert layout.local_shapes(shape) == [layout.local_shape(rank, shape) for rank in layout.mesh.ranks]
         axes = zip(layout.mesh.shape, layout.specs, strict=True)
         replicas = math.prod(size for size, spec in axes if spec.dim is None)
         assert bool((count == replicas).all()), (layout, shape)
@@ -170,6 +171,10 @@ def test_sub_groups_and_other_rank_sets() -> None:
         layout.local_shape(0, (8,))
     assert mesh.axis_groups("tp") == ((7, 5, 6, 4),)
     assert MESH.axis_groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_a_scalar_has_a_shape_on_every_rank() -> None:
+    assert Layout(MeshSpec({"dp": 2, "tp": 2}), {}).local_shapes(()) == [()] * 4
 
 
 def test_a_million_ranks_cost_nothing() -> None:

@@ -385,3 +385,64 @@ def test_a_pair_is_checked_when_it_is_written() -> None:
     assert Pair("*.weight", "*.scale", (4,)).block_of((2, 3, 5)) == (1, 1, 4)
     assert Pair("*.weight", "*.scale").scale_of("a.b.weight") == "a.b.scale"
     assert Pair("*.weight", "*.scale").scale_of("a.b.bias") is None
+
+
+@pytest.mark.ranks(2)
+def test_scales_of_every_format_keep_a_weight_from_a_cast(ranks: Ranks) -> None:
+    out, weight = {"up.weight": torch.zeros(4, 4, dtype=torch.bfloat16)}, torch.ones(4, 4).to(E4M3)
+    scales = ("scale_weight", "weight_quantizer._scale", "_weight_scale", "weight.absmax", "scales", "weight_scale_inv")
+    for scale in scales:
+        state = {"up.weight": weight, f"up.{scale}": torch.full((1,), 0.5)}
+        with pytest.raises(PlanError, match=f"without the scale up.{scale}"):
+            reshard_state_dict(state, "2: R", out=out, key_map={f"up.{scale}": None})
+    assert not out["up.weight"].any()
+    state = {"up.weight": weight, "down.weight_scale": torch.ones(1)}  # the scale of another module
+    reshard_state_dict(state, "2: R", out=out, key_map={"down.weight_scale": None})
+    assert (out["up.weight"] == 1).all()
+
+
+@pytest.mark.extra("safetensors")
+@pytest.mark.ranks(2)
+def test_unexpected_tensors_leave_scales_with_their_weights(ranks: Ranks, tmp_path: Path) -> None:
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    weight = torch.arange(-8, 8, dtype=torch.int8).view(4, 4)
+    scale = torch.tensor([[0.5], [2.0], [3.0], [0.25]])
+    stored = {"up.weight": weight, "up.scale": scale, "mtp.weight": weight, "mtp.scale": scale}
+    zero = {"up.zero_point": torch.ones(4, 1, dtype=torch.int8)}
+    if ranks.rank == 0:
+        write(folder / "m.safetensors", stored)
+        write(folder / "z.safetensors", stored | zero)
+    ranks.gather(None)
+    out = {"up.weight": torch.zeros(4, 4)}
+    options: Any = {
+        "out": out,
+        "pairs": Pair("*.weight", "*.scale", (1, None), dequantize=True),
+        "unexpected": "ignore",
+    }
+    assert list(load_safetensors(folder / "m.safetensors", **options)) == ["up.weight"]
+    assert torch.equal(out["up.weight"], weight * scale)
+    with pytest.raises(PlanError, match=r"the zero point up\.zero_point, which a Pair lacks"):
+        load_safetensors(folder / "z.safetensors", **options)
+    load_safetensors(folder / "z.safetensors", **options, key_map={"up.zero_point": None})
+
+
+@pytest.mark.ranks(2)
+def test_casts_of_integers_that_wrap_around(ranks: Ranks) -> None:
+    names = ["bool", "uint8", "int8", "int16", "int32", "int64"]
+    held = {name: {0, 1} for name in names[:1]}
+    for name in names[1:]:
+        info = torch.iinfo(getattr(torch, name))
+        held[name] = {info.min, info.max}
+    refused = 0
+    for source, target in product(names, names):
+        values = sorted(held[source])
+        tensor = torch.tensor(values, dtype=getattr(torch, source))
+        out = {"a": torch.zeros(2, dtype=getattr(torch, target))}
+        wraps = tensor.to(out["a"].dtype).tolist() != [int(value) for value in values] or (target == "bool" != source)
+        if wraps:
+            refused += 1
+            with pytest.raises(PlanError, match="loses most values"):
+                reshard_state_dict({"a": tensor}, "2: R", out=out)
+        reshard_state_dict({"a": tensor}, "2: R", out=out, casts="values" if wraps else "exact")
+        assert torch.equal(out["a"], tensor.to(out["a"].dtype)), (source, target)
+    assert refused == 16

@@ -6,6 +6,7 @@ where each element of a file ends up in the model; the result is a ``key_map`` o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,6 +112,7 @@ def _run(converter: Any, collected: dict[str, list[Sketch]], target: str, names:
     for op in converter.operations:
         kind = type(op).__name__
         if kind == "MergeModulelist" and op.dim == 0:
+            _assert_complete(target, tensors)
             tensors = {pattern: stacked(each) for pattern, each in tensors.items()}
         elif kind == "Concatenate" and op.num_shards_attribute is None:
             listed = [each for value in tensors.values() for each in (value if isinstance(value, list) else [value])]
@@ -131,6 +133,10 @@ def _run(converter: Any, collected: dict[str, list[Sketch]], target: str, names:
         elif kind == "Transpose" and len(tensors) == 1:
             (sketch,) = tensors.values()
             same = op.check_dims and sketch.shape == names.get(target)
+            if same and sketch.shape[op.dim0] == sketch.shape[op.dim1]:
+                reason = f"{sketch.shape} is the shape before and after dims {op.dim0} and {op.dim1} are exchanged"
+                hint = "name it in a key_map by hand, with Part(..., dims=) if it is transposed"
+                raise refusal("unsupported-tensor", target, found=reason, hint=hint)
             tensors = {converter.target_patterns[0]: sketch if same else sketch.transposed(op.dim0, op.dim1)}
         else:
             hint = "load the folder with transformers and save it in the model's names, or write key_map by hand"
@@ -142,6 +148,17 @@ def _run(converter: Any, collected: dict[str, list[Sketch]], target: str, names:
     if not matched:
         raise refusal("unsupported-tensor", target, found=f"not named by {converter.target_patterns[0]!r}")
     return {before + pattern + after: sketch for pattern, sketch in tensors.items()}
+
+
+def _assert_complete(target: str, stacks: Mapping[str, Sequence[Sketch]]) -> None:
+    """Refuse a stack whose names do not count from 0: without expert 5 all later ones would move up by one."""
+    for sketches in stacks.values():
+        sources = [sketch.pieces[0].source for sketch in sketches]
+        numbers = zip(*(map(int, re.findall(r"\d+", source)) for source in sources), strict=False)
+        if list(range(len(sources))) not in map(list, numbers):
+            reason = f"stacked from {len(sources)} tensors, {sources[0]} to {sources[-1]}, which are not counted from 0"
+            hint = "pass all experts, or renumber those that are left"
+            raise refusal("missing-tensor", target, found=reason, hint=hint)
 
 
 @dataclass(frozen=True)

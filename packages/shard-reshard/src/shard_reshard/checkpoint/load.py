@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -39,6 +40,7 @@ from shard_reshard.group import (
     raise_on_all_ranks,
 )
 from shard_reshard.layout.parse import LayoutLike
+from shard_reshard.layout.shard_map import by_key
 from shard_reshard.state_dict.agreement import (
     collect_metadata,
     device_of,
@@ -128,7 +130,7 @@ def load_safetensors(
     members, dst_layouts = group_info(group), kept_layouts(dst_layouts)
     # What this rank has, and the headers that it reads; the problems of all ranks come before any plan.
     try:
-        targets = tensors_of(out)
+        targets = tensors_of(out, out=True)
         facts = collect_metadata({}, targets, {}, {}, members)
         uninitialized, sums = uninitialized_buffers(out) if strict else ([], {})
         listed, states, tables, unreadable = _own_headers(files, members)
@@ -248,18 +250,27 @@ def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
         return _indexed(folder)
     if not folder.is_dir():
         return [str(files)], {}
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    if len(indices) > 1:
-        listed = ", ".join(path.name for path in indices)
+    variants = sorted(folder.glob("*.safetensors.index.json"))
+    if len(variants) == 1:  # a model in one file may have been saved over a model in several
+        single = variants[0].with_name(variants[0].name.removesuffix(".index.json"))
+        variants += [single] if str(single) not in _indexed(variants[0])[0] and single.exists() else []
+    if len(variants) > 1:
+        listed = ", ".join(path.name for path in variants)
         raise refusal(
             "invalid-argument",
             str(files),
-            found=f"{len(indices)} variants of the weights: {listed}",
-            hint=f"pass the index of one of them, for example {indices[0]}",
+            found=f"{len(variants)} variants of the weights: {listed}",
+            hint=f"pass one of them, for example {variants[0]}",
         )
-    if indices:
-        return _indexed(indices[0])
-    if paths := sorted(map(str, folder.glob("*.safetensors"))):
+    if variants:
+        return _indexed(variants[0])
+    if paths := sorted(map(str, folder.glob("*.safetensors")), key=_by_numbers):
+        numbers = [(m[1], int(m[3]), int(m[2])) for path in paths if (m := _NUMBERED.fullmatch(path))]
+        for (title, total), held in by_key(((title, total), at) for title, total, at in numbers).items():
+            if len(held) < total:
+                reason = f"{len(held)} of {total} files {Path(title).name}-...-of-{total:05}, and no index"
+                hint = "get the others too, or pass these in a list"
+                raise refusal("invalid-file", str(files), found=reason, hint=hint)
         return paths, {path: [] for path in paths}
     hint = "give a folder with .safetensors files"
     others = sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}"))
@@ -267,6 +278,14 @@ def _listed(files: Files) -> tuple[list[str], dict[str, list[str]]]:
     if others:
         hint = "convert it once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
     raise refusal("invalid-file", str(files), found=reason, hint=hint)
+
+
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors", re.DOTALL)
+
+
+def _by_numbers(path: str) -> list[object]:
+    """Return a key that sorts by numbers: the file of writer 2 comes before that of writer 10."""
+    return [int(text) if at % 2 else text for at, text in enumerate(re.split(r"(\d+)", path))]
 
 
 def _indexed(index: Path) -> tuple[list[str], dict[str, list[str]]]:

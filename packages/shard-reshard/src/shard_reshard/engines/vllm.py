@@ -185,8 +185,8 @@ class ShardedSource(base.WeightSource):  # type: ignore[misc]
         if not isinstance(self._tensors, nn.Module):
             return dict(self._tensors())
         saved = tensors_of(self._tensors)
-        own = {**dict(self._tensors.named_parameters()), **dict(self._tensors.named_buffers())}
-        return {name: value for name, value in own.items() if name in saved}
+        first = {id(value): name for name, value in reversed(saved.items())}
+        return {name: value for name, value in saved.items() if first[id(value)] == name}
 
     def metadata(self) -> list[base.ParamMeta]:
         """Return names, dtypes and global shapes."""

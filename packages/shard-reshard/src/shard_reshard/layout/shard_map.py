@@ -51,9 +51,20 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def loses_values(source: str, target: str) -> bool:
-    """Return True for a cast of floats to integers or bools, or to float8: most weights become 0 without a scale."""
-    narrow = target not in FLOATING or (target in FLOAT8 and source not in FLOAT8)
-    return source in FLOATING and narrow and source != target
+    """Return True for a cast to a dtype that lacks most numbers of ``source``.
+
+    Floats become 0 in integers, bools and, without a scale, in float8; integers wrap around in narrower ones.
+    """
+    if source in FLOATING:
+        return source != target and (target not in FLOATING or (target in FLOAT8 and source not in FLOAT8))
+    (signed, bits), (keeps_sign, room) = map(_number_bits, (source, target))
+    return target not in FLOATING and (bits > room or (signed and not keeps_sign))
+
+
+def _number_bits(dtype: str) -> tuple[bool, int]:
+    """Return whether an integer dtype has a sign, and its other bits: 7 of int8, 1 of bool."""
+    signed = dtype.startswith("int")
+    return signed, 1 if dtype == "bool" else 8 * ITEMSIZES[dtype] - signed
 
 
 def human(num_bytes: int) -> str:

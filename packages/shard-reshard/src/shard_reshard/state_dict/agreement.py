@@ -37,15 +37,31 @@ from shard_reshard.state_dict.plan import DstLayouts, KeyRule, RankMeta, StateDi
 P = TypeVar("P")
 
 
-def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the tensors of a module or mapping; parameters of a module keep their ``_sharding_info``."""
+def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None, *, out: bool = False) -> dict[str, Any]:
+    """Return the tensors of a module or mapping; parameters of a module keep their ``_sharding_info``.
+
+    Of a module these are all entries of its ``state_dict``, under the names there: activation checkpointing takes its
+    own prefix off the names in a state dict, and quantised layers add scales that are no buffers. In an ``out``, an
+    entry that ``state_dict`` makes anew gives way to the module's tensor of its name, such as the leaf of a bridged
+    module; an entry without one, such as a scale, is refused.
+    """
     if given is None:
         return {}
     if isinstance(given, torch.nn.Module):
-        tensors = given.state_dict(keep_vars=True)  # first: FSDP2 shards a module again that a forward has gathered
-        everything: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
-        everything.update(given.named_parameters(remove_duplicate=False))
-        return {name: value for name, value in everything.items() if name in tensors}
+        # The state dict comes first: FSDP2 shards a module again there that a forward has gathered.
+        tensors = dict(given.state_dict(keep_vars=True))
+        if not out:
+            return tensors
+        own: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
+        own.update(given.named_parameters(remove_duplicate=False))
+        kept = {id(value) for value in own.values()}
+        tensors = {name: value if id(value) in kept else own.get(name, value) for name, value in tensors.items()}
+        for name, value in tensors.items():
+            if isinstance(value, torch.Tensor) and id(value) not in kept:
+                reason = "a tensor that the module's state_dict() makes: what is written to it is lost"
+                hint = "pass a mapping of the module's own tensors, and load_state_dict() the rest of the result"
+                raise refusal("invalid-out", name, found=reason, hint=hint)
+        return tensors
     unusual = [kind for kind in set(map(type, given.values())) - PLAIN_TYPES if not hasattr(kind, "device_mesh")]
     return unusual_tensors(given) if unusual else dict(given)  # most are plain tensors and DTensors
 
@@ -111,6 +127,9 @@ def collect_metadata(
     strange = [name for name in tensors if not isinstance(name, str)]
     if strange:
         raise refusal("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
+    if not hasattr(src_layouts, "items"):
+        hint = "give a layout for each name: src_layouts=dict.fromkeys(names, layout)"
+        raise refusal("invalid-argument", "src_layouts", found=repr(src_layouts), hint=hint)
     problems: list[Problem] = []
     if pairs:
         derived = _scale_layouts(state_dict, src_layouts, shapes, members, pairs, problems)
@@ -128,7 +147,7 @@ def collect_metadata(
                         "wrong-type",
                         name,
                         found=f"a {type(value).__qualname__}",
-                        hint="leave it out of the state dict",
+                        hint="leave it out of the state dict: pass a mapping of the tensors alone",
                     )
                 if value.is_nested or value.layout is not torch.strided:
                     reason = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"

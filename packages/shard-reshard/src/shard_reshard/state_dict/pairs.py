@@ -141,6 +141,7 @@ def as_pairs(pairs: Pair | Iterable[Pair]) -> tuple[Pair, ...]:
 
 QUANTISED = FLOAT8 | {"int8", "uint8", "int32"}  # int32 holds packed numbers of 4 bits
 _SCALE = re.compile(r"scale|absmax|scb$|quant_state", re.IGNORECASE)
+_ZERO_POINT = re.compile(r"zeros?(_?points?)?$", re.IGNORECASE)
 _VALUES = "casts='values' casts the numbers as they are"
 
 
@@ -156,16 +157,21 @@ class Scales:
 
     def __init__(self, names: Iterable[str]) -> None:
         parts = [(name, *name.rpartition(".")[::2]) for name in names]
-        self._by_module = by_key((module, name) for name, module, leaf in parts if _SCALE.search(leaf))
+        scales = [(module, name) for name, module, leaf in parts if _SCALE.search(leaf)]
+        outer = [(module.rpartition(".")[0], name) for module, name in scales if "." in module]
+        self._by_module, self._by_outer = by_key(scales), by_key(outer)
 
     def beside(self, name: str) -> str | None:
-        """Return the scale beside a tensor: ``up.weight_scale`` or ``up.weight.absmax`` for ``up.weight``, or None."""
+        """Return the scale beside a tensor, or None.
+
+        For ``up.weight`` that is ``up.weight_scale``, ``up.weight.absmax``, ``up.weight_quantizer._scale``, or else any
+        scale of the module, as ``up.scale_weight``: formats name their scales in many ways.
+        """
         module, _, leaf = name.rpartition(".")
-        stem = re.sub(r"(_blocks|_packed)$", "", leaf)
+        stem = f"{module}." * bool(module) + re.sub(r"(_blocks|_packed)$", "", leaf)
         own = [other for other in self._by_module.get(module, ()) if other != name]
-        named = [other for other in own if other.rpartition(".")[2].startswith(stem)]
-        alone = [other for other in own if other.rpartition(".")[2].lower() in ("scale", "scales", "scb", "scale_inv")]
-        return next(chain(self._by_module.get(name, ()), named, alone), None)
+        named = [other for other in (*own, *self._by_outer.get(module, ())) if other.startswith(stem)]
+        return next(chain(self._by_module.get(name, ()), named, own), None)
 
 
 def weight_beside(scale: str, dtypes: Mapping[str, TensorDtype]) -> str | None:
@@ -265,6 +271,18 @@ def matched_pairs(
             reason = f"{pair.weight!r} and {pair.scale!r} match no weight with a scale"
             problems.append(Problem("unknown-name", "pairs", found=reason, hint=hint))
     return matched
+
+
+def zero_point_problems(names: Iterable[str], matched: Mapping[str, Matched]) -> list[Problem]:
+    """Return the problems of weights that a `Pair` dequantises although a zero point stands beside them."""
+    zeros = by_key((name.rpartition(".")[0], name) for name in names if _ZERO_POINT.search(name))
+    beside = {name: (zeros.get(name) or zeros.get(name.rpartition(".")[0]) or [""])[0] for name in matched}
+    hint = "dequantize it with its own library; a zero point that is 0 everywhere is left out: key_map={%r: None}"
+    return [
+        Problem("unsupported-tensor", name, found=f"the zero point {zero}, which a Pair lacks", hint=hint % zero)
+        for name, zero in beside.items()
+        if zero and matched[name].pair.dequantize
+    ]
 
 
 def grid_of(shape: Index, block: Block) -> Index:

@@ -46,6 +46,7 @@ from shard_reshard.state_dict.pairs import (
     scale_axes,
     scale_layout,
     weight_beside,
+    zero_point_problems,
 )
 
 
@@ -280,10 +281,10 @@ def plan_state_dict(
     if pairs:
         matched = matched_pairs({name: meta[:2] for name, meta in sources.items()}, pairs, problems)
         keys = _with_scales(asked, sources, matched, problems)
+        problems += zero_point_problems([name for name in sources if asked.get(name, name) is not None], matched)
     by_target = _routes(sources, keys, problems)
     if unexpected:
-        names = {name for facts in everyone for name in facts.outs}
-        by_target = _expected(by_target, names, dst_layouts, unexpected)
+        by_target = _expected(by_target, everyone, dst_layouts, unexpected, matched)
     values, paths = _values(everyone, problems) if any(facts.paths for facts in everyone) else ({}, {})
     dropped = frozenset(sources) - {route.source for routes in by_target.values() for route in routes}
 
@@ -373,17 +374,29 @@ def _routes(sources: Mapping[str, TensorMeta], keys: KeyMap, problems: list[Prob
 
 
 def _expected(
-    by_target: dict[str, list[Route]], outs: Collection[str], dst_layouts: DstLayouts, unexpected: Sequence[str]
+    by_target: dict[str, list[Route]],
+    everyone: Sequence[RankMeta],
+    dst_layouts: DstLayouts,
+    unexpected: Sequence[str],
+    matched: Mapping[str, Matched],
 ) -> dict[str, list[Route]]:
-    """Leave out destinations that no one asked for, of sources that match the globs."""
-    named = set(outs) | set(dst_layouts if isinstance(dst_layouts, Mapping) else ())
+    """Leave out destinations that no one asked for, of sources that match the globs.
+
+    A scale of ``matched`` stays where its weight does.
+    """
+    named = {name for facts in everyone for name in facts.outs}
+    named |= set(dst_layouts if isinstance(dst_layouts, Mapping) else ())
     if not named and dst_layouts is not None:  # a layout for all, and no `out`: every tensor is asked for
         return by_target
-    return {
-        name: routes
+    left_out = {
+        name
         for name, routes in by_target.items()
-        if name in named or not all(any(fnmatchcase(r.source, glob) for glob in unexpected) for r in routes)
+        if name not in named and all(any(fnmatchcase(r.source, glob) for glob in unexpected) for r in routes)
     }
+    used = {route.source for name, routes in by_target.items() if name not in left_out for route in routes}
+    scales = {entry.scale for weight, entry in matched.items() if weight in used}
+    left_out -= {name for name in left_out if any(route.source in scales for route in by_target[name])}
+    return {name: routes for name, routes in by_target.items() if name not in left_out}
 
 
 def _with_scales(

@@ -106,7 +106,7 @@ def reshard_state_dict(
         options: Any = {"bucket_bytes": bucket_bytes, "strict": strict, "check": check, "casts": casts, "pairs": pairs}
         asked: tuple[Any, ...] = _as_values(dst_layouts), _as_values(src_layouts), shapes, key_map, options
         replays = None not in asked[:2] and not callable(key_map)
-        tensors, targets = tensors_of(state_dict), tensors_of(out)
+        tensors, targets = tensors_of(state_dict), tensors_of(out, out=True)
         if isinstance(tensors, NestedTensors):
             asked = *asked, repr(tensors.beside), tensors.paths
         # What an earlier call with the same arguments, metadata and ties has prepared.
@@ -173,7 +173,7 @@ class StateDictResharder(NotPicklable):
     ) -> None:
         members = group_info(group)
         try:
-            tensors, targets = tensors_of(state_dict), tensors_of(out)
+            tensors, targets = tensors_of(state_dict), tensors_of(out, out=True)
             if isinstance(tensors, NestedTensors) and tensors.beside:
                 raise refusal(
                     "wrong-type",
@@ -226,7 +226,7 @@ class StateDictResharder(NotPicklable):
         targets: Mapping[str, Any] = {}
         ahead: int | None = None
         try:
-            tensors, targets = tensors_of(state_dict), tensors_of(out)
+            tensors, targets = tensors_of(state_dict), tensors_of(out, out=True)
             ahead = _buckets_ahead(in_flight) if async_op else None
             if (work := None if self._work is None else self._work()) is not None and not work.is_completed():
                 raise refusal(

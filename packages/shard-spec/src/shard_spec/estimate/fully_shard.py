@@ -30,7 +30,6 @@ from shard_spec.estimate.step_options import (
     check_effects,
     check_options,
     expert_modules,
-    local_shapes,
     policy_of,
     role,
 )
@@ -322,7 +321,7 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
             special = any(isinstance(spec, SpecialShard) and not isinstance(spec, StageShard) for spec in layout.specs)
             first = prod(layout.local_shape(layout.first_rank, tensor.shape))
             stage = next(iter(layout.stages.values()), None)
-            numel = max(map(prod, local_shapes(layout, tensor.shape))) if special else first
+            numel = max(map(prod, layout.local_shapes(tensor.shape))) if special else first
             # experts stay on their expert axis: tokens travel
             stays = roles.axes("expert") if tensor.name.rpartition(".")[0] in experts else ()
             for axis in data_axes:

@@ -27,7 +27,7 @@ from shard_spec.estimate.optimizers import (
     owned_by_ranks,
     redundancy_free,
 )
-from shard_spec.estimate.step_options import StepOptions, local_shapes
+from shard_spec.estimate.step_options import StepOptions
 from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
@@ -285,7 +285,7 @@ def memory_of(
     for (layout, sample, state, owner), count in groups.items():
         staged = bool(layout.stages)
         by_shape: dict[tuple[tuple[int, ...], bool], LocalBytes] = {}  # most ranks share one local shape
-        for rank, local in zip(layout.mesh.ranks, local_shapes(layout, sample.shape), strict=True):
+        for rank, local in zip(layout.mesh.ranks, layout.local_shapes(sample.shape), strict=True):
             if staged and not layout.is_present(rank):
                 continue
             owns = owner < 0 or index_of[rank] == owner

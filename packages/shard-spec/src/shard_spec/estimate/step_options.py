@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress, product
 from math import prod
 from typing import Any, TypeAlias, TypedDict
 
@@ -262,17 +261,3 @@ def forward_inputs(
 def is_token_batch(batch: Batch) -> bool:
     """Return True if ``batch`` is made of numbers: ``(sequences, length)`` of token ids, or wrong."""
     return isinstance(batch, int) or (isinstance(batch, Sequence) and all(isinstance(each, int) for each in batch))
-
-
-def local_shapes(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return each rank's local shape, in mesh order."""
-    cutting = [spec.dim is not None for spec in layout.specs]
-    by_place: dict[tuple[int, ...], tuple[int, ...]] = {}
-    shapes = []
-    for rank, coordinate in zip(layout.mesh.ranks, product(*map(range, layout.mesh.shape)), strict=True):
-        # Only coordinates on sharding axes matter, so ranks that differ elsewhere share one result.
-        place = tuple(compress(coordinate, cutting))
-        if place not in by_place:
-            by_place[place] = layout.local_shape(rank, shape)
-        shapes.append(by_place[place])
-    return shapes

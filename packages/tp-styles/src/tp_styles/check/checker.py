@@ -757,7 +757,7 @@ class Checker:
         return Attempt(None, errors, is_lone=count < self.axis.size)
 
     def joined(self, rows: list[Row]) -> list[Row]:
-        """Return the largest differences of all ranks, and what none has compared; one list for every rank."""
+        """Return the largest differences of all ranks, and what any has left unchecked; one list for every rank."""
         apart = [row for row in rows if row.verdict != "equal"]
         return joined(self.axis.all_gather_objects(apart, "the check"))
 

@@ -274,7 +274,7 @@ class Verdict:
     Attributes:
         stage: The last completed step.
         rows: The rows of this rank; counts are of these.
-        joined: The rows of all ranks: differences, and what no rank has compared.
+        joined: The rows of all ranks: differences, and values that some rank has not compared.
         is_closed: Outputs are full, so a region around this one may use them as the original's.
         failure: The error that ended it early.
         place: First module with another output.
@@ -325,7 +325,11 @@ class Verdict:
         names = list(dict.fromkeys(row.name for row in self.joined if row.verdict == "unchecked"))
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         zeros = f"; unchecked, zero or without a gradient in both runs: {', '.join(names[:8])}{more}"
-        return f"equal to the original ({counts(self.rows)}){zeros if names else ''}"
+        # A rank without rows of a value finds it equal, where the others find zeros in theirs: it is not compared.
+        return (
+            f"equal to the original ({counts(row for row in self.rows if row.name not in names)})"
+            f"{zeros if names else ''}"
+        )
 
 
 HINTS = {

@@ -34,7 +34,7 @@ class Row:
         error: The largest difference, relative to the largest value.
         reason: Further details of a difference, or the reason for an unchecked value.
         numel: Number of compared elements.
-        ranks: Ranks with the row, of a joined one.
+        ranks: Ranks with this verdict on the value, of a joined row.
     """
 
     kind: str
@@ -117,16 +117,20 @@ def tolerance_of(epsilon: float) -> float:
 
 
 def joined(everyone: Sequence[Sequence[Row]]) -> list[Row]:
-    """Return the rows of all ranks without a counterpart: the largest differences, and what no rank has compared."""
-    worst: dict[tuple[str, str], Row] = {}
-    for rank, rows in enumerate(everyone):
-        for row in (row for row in rows if row.verdict == "differs"):
-            before = worst.get((row.kind, row.name), replace(row, error=-1.0))
-            larger = row if before.error < row.error else before
-            worst[row.kind, row.name] = replace(larger, ranks=(*before.ranks, rank))
-    shared = [{(row.kind, row.name) for row in rows if row.verdict == "unchecked"} for rows in everyone]
-    unchecked = (row for row in everyone[0] if all((row.kind, row.name) in keys for keys in shared))
-    return [*worst.values(), *unchecked]
+    """Return one row for each value that any rank lists, equal ones left out; `ranks` are those with its verdict.
+
+    A difference on one rank is one of all: the largest stands. A value that one rank alone has not compared (a gradient
+    of zeros, of which the others hold no rows) is unchecked.
+    """
+    listed: dict[tuple[str, str], list[Row]] = {}
+    for rank, row in [(rank, row) for rank, rows in enumerate(everyone) for row in rows if row.verdict != "equal"]:
+        listed.setdefault((row.kind, row.name), []).append(replace(row, ranks=(rank,)))
+    result = []
+    for rows in listed.values():
+        worst = max(rows, key=lambda row: (row.verdict == "differs", row.error))
+        ranks = dict.fromkeys(row.ranks[0] for row in rows if row.verdict == worst.verdict)
+        result.append(replace(worst, ranks=tuple(ranks)))
+    return result
 
 
 def error(actual: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
