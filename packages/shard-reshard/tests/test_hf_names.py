@@ -234,9 +234,9 @@ def test_a_folder_that_lacks_an_expert_moves_no_other_up(ranks: Ranks, tmp_path:
     folder = Path(ranks.gather(str(tmp_path))[0])
     model = t.AutoModelForCausalLM.from_config(_config("qwen3_moe"))
     save_safetensors(model, folder / "full", key_map=hf_key_map(model, saving=True))
-    whole = load_safetensors(folder / "full", "2: R")
+    full = load_safetensors(folder / "full", "2: R")
     if ranks.rank == 0:
-        write(folder / "m.safetensors", {n: v for n, v in whole.items() if ".experts.5." not in n})
+        write(folder / "m.safetensors", {n: v for n, v in full.items() if ".experts.5." not in n})
     ranks.gather(None)
     with pytest.raises(PlanError, match=r"stacked from 11 tensors.*not counted from 0"):
         load_safetensors(folder / "m.safetensors", "2: R", key_map=hf_key_map(model))

@@ -366,6 +366,14 @@ class _ScaledLinear(nn.Linear):
         destination[f"{prefix}weight.absmax"] = torch.full((4,), 2.0)
 
 
+class _TransposedLinear(nn.Linear):
+    """A layer that saves its weight transposed, as GPT-2's files have it."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].T
+
+
 class _StatefulLinear(nn.Linear):
     def get_extra_state(self) -> dict[str, int]:
         return {"scale": 3}
@@ -373,6 +381,7 @@ class _StatefulLinear(nn.Linear):
 
 @pytest.mark.ranks(2)
 def test_a_module_is_what_its_state_dict_says(ranks: Ranks) -> None:
+    # Users import it from here: torch has no public name for it.
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     torch.manual_seed(0)
@@ -388,5 +397,9 @@ def test_a_module_is_what_its_state_dict_says(ranks: Ranks) -> None:
     assert "0.weight.absmax" in reshard_state_dict(scaled, "2: R")
     with pytest.raises(PlanError, match=r"0\.weight\.absmax.*what is written to it is lost"):
         reshard_state_dict(scaled.state_dict(), out=scaled)
+    transposed = nn.Sequential(_TransposedLinear(4, 4))
+    assert torch.equal(reshard_state_dict(transposed, "2: R")["0.weight"], transposed[0].weight.T)
+    with pytest.raises(PlanError, match=r"0\.weight.*what is written to it is lost"):
+        reshard_state_dict(transposed.state_dict(), out=transposed)
     with pytest.raises(PlanError, match=r"0\._extra_state: a dict"):
         reshard_state_dict(nn.Sequential(_StatefulLinear(4, 4)), "2: R")

@@ -75,6 +75,13 @@ class Halves(Signs):
         super().step()
 
 
+def batch_of(call: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one call on one rank: 6 rows."""
+    generator = torch.Generator().manual_seed(10 * call + rank)
+    x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (WIDTH, 5))
+    return x, y
+
+
 def made() -> nn.Module:
     """Three layers, two of them equal; every other parameter has another mark."""
     torch.manual_seed(0)
@@ -118,8 +125,7 @@ def test_values_of_known_and_unknown_optimizers_equal_one_process(ranks: Ranks) 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # parameters stay full, which is asserted below
                 for call in range(CALLS):
-                    generator = torch.Generator().manual_seed(10 * call + ranks.rank)
-                    x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (WIDTH, 5))
+                    x, y = batch_of(call, ranks.rank)
                     step(model, optim, x, y)
             with step.unsharded():
                 results.append([p.detach().clone() for p in model.parameters()])
@@ -181,8 +187,7 @@ def test_an_optimizer_that_comes_after_the_placement_is_compared_as_well(ranks: 
                 for call in range(CALLS):
                     if call == 2:
                         box[0] = make(model)
-                    generator = torch.Generator().manual_seed(10 * call + ranks.rank)
-                    x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (WIDTH, 5))
+                    x, y = batch_of(call, ranks.rank)
                     if call == 2 and reason and style == "fully_shard":
                         before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
                         with pytest.raises(dp.PlanError, match=rf"not-elementwise.*{reason}.*release\(\)"):
@@ -198,11 +203,8 @@ def test_an_optimizer_that_comes_after_the_placement_is_compared_as_well(ranks: 
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
-class Means(torch.optim.Optimizer):
+class Means(Signs):
     """Divides by a mean of this rank's rows: not elementwise, and no error on shards."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -237,8 +239,7 @@ def test_a_compiled_optimizer_step_is_compared_and_stays_one_graph(ranks: Ranks)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compiler: TorchScript is deprecated, a hook is not traced
                 for call in range(CALLS):
-                    generator = torch.Generator().manual_seed(10 * call + ranks.rank)
-                    x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (WIDTH, 5))
+                    x, y = batch_of(call, ranks.rank)
                     if call == 2:
                         box[0] = make(model.parameters(), lr=1e-2)
                         box[1] = torch.compile(box[0].step, backend=backend, fullgraph=way == "whole")
@@ -294,8 +295,7 @@ def test_a_trial_that_fails_on_one_rank_alone_fails_on_all(ranks: Ranks, fault: 
     step = dp.distribute(boxed, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
     losses = []
     for call in range(CALLS):
-        generator = torch.Generator().manual_seed(10 * call + ranks.rank)
-        x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (WIDTH, 5))
+        x, y = batch_of(call, ranks.rank)
         if call == 2:
             known, first = box[0], next(model.parameters())
             box[0] = Signs(model.parameters(), lr=1e-2) if fault == "copy" else HalfRatio(model.parameters(), lr=1e-2)

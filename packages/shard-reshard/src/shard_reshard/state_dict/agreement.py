@@ -42,8 +42,8 @@ def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None, *, out: bool =
 
     Of a module these are all entries of its ``state_dict``, under the names there: activation checkpointing takes its
     own prefix off the names in a state dict, and quantised layers add scales that are no buffers. In an ``out``, an
-    entry that ``state_dict`` makes anew gives way to the module's tensor of its name, such as the leaf of a bridged
-    module; an entry without one, such as a scale, is refused.
+    entry that ``state_dict`` makes anew gives way to the module's tensor of its name if both are the same memory, such
+    as the leaf of a bridged module; any other, such as a scale or a transposed weight, is refused.
     """
     if given is None:
         return {}
@@ -54,13 +54,15 @@ def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None, *, out: bool =
             return tensors
         own: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
         own.update(given.named_parameters(remove_duplicate=False))
-        kept = {id(value) for value in own.values()}
-        tensors = {name: value if id(value) in kept else own.get(name, value) for name, value in tensors.items()}
+        own_ids = set(map(id, own.values()))  # under activation checkpointing their names are others
         for name, value in tensors.items():
-            if isinstance(value, torch.Tensor) and id(value) not in kept:
+            if not isinstance(value, torch.Tensor) or id(value) in own_ids:
+                continue
+            if name not in own or memory_of(local_tensor(value)) != memory_of(local_tensor(own[name])):
                 reason = "a tensor that the module's state_dict() makes: what is written to it is lost"
                 hint = "pass a mapping of the module's own tensors, and load_state_dict() the rest of the result"
                 raise refusal("invalid-out", name, found=reason, hint=hint)
+            tensors[name] = own[name]
         return tensors
     unusual = [kind for kind in set(map(type, given.values())) - PLAIN_TYPES if not hasattr(kind, "device_mesh")]
     return unusual_tensors(given) if unusual else dict(given)  # most are plain tensors and DTensors

@@ -341,11 +341,11 @@ class Layout:
             places = [tuple(coordinate[at] for at in axes) for coordinate in coordinates]
             # Coordinates of one place differ only on other axes, so any of them gives the place's length.
             sample = dict(zip(places, coordinates, strict=True))
-            known = {
+            by_place = {
                 place: sum(size for _, size in _dim_intervals(cuts, shape[dim], coordinate))
                 for place, coordinate in sample.items()
             }
-            lengths[dim] = [known[place] for place in places]
+            lengths[dim] = [by_place[place] for place in places]
         return list(zip(*lengths, strict=True)) if shape else [()] * len(coordinates)
 
     def offsets(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
