@@ -398,7 +398,7 @@ def test_a_module_is_what_its_state_dict_says(ranks: Ranks) -> None:
     with pytest.raises(PlanError, match=r"0\.weight\.absmax.*what is written to it is lost"):
         reshard_state_dict(scaled.state_dict(), out=scaled)
     transposed = nn.Sequential(_TransposedLinear(4, 4))
-    assert torch.equal(reshard_state_dict(transposed, "2: R")["0.weight"], transposed[0].weight.T)
+    assert torch.equal(reshard_state_dict(transposed, "2: R")["0.weight"], transposed.get_parameter("0.weight").T)
     with pytest.raises(PlanError, match=r"0\.weight.*what is written to it is lost"):
         reshard_state_dict(transposed.state_dict(), out=transposed)
     with pytest.raises(PlanError, match=r"0\._extra_state: a dict"):
