@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -166,6 +167,35 @@ def test_a_planted_mistake_raises_on_all_ranks(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["Snapshot", "copy_step"])
+def test_a_mismatch_is_raised_on_all_ranks_where_one_has_no_memory_for_a_spread(ranks: Ranks, what: str) -> None:
+    """The spread of right runs takes two snapshots, then a copy for each run; two copies are the check's own."""
+    done, real = 0, getattr(checked_call, what)
+    for fails_at in (1, 2) if what == "Snapshot" else (3, 4):
+        done = 0
+
+        def limited(*args: Any, fails_at: int = fails_at) -> Any:
+            nonlocal done
+            done += 1
+            if done == fails_at and ranks.rank == 1:
+                raise MemoryError("of the test")
+            return real(*args)
+
+        torch.manual_seed(0)
+        model = mlp()
+        step = mse_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        compiled = _compiled(ranks, step, "replicate", bucket_mb=0.0001)
+        with (
+            patch.object(GradientReducer, "_unpack", _doubled),
+            patch.object(checked_call, what, limited),
+            pytest.raises(dp.PlanError) as caught,
+        ):
+            compiled(*_batch(0, ranks.rank))
+        assert caught.value.problems[0].code == "check-mismatch"
+        assert done >= fails_at
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_a_second_run_leaves_nothing_behind(ranks: Ranks, style: Any) -> None:
     """Counters, lists, random numbers and left gradients, and what the caller changes between calls."""
@@ -202,7 +232,7 @@ def test_a_second_run_leaves_nothing_behind(ranks: Ranks, style: Any) -> None:
 
 @pytest.mark.ranks(2)
 def test_what_cannot_run_twice_on_one_rank_runs_once_on_all(ranks: Ranks) -> None:
-    for own in ([1.0], iter([1.0] * 9)):
+    for own in ([1.0], iter([1.0] * 9), random.SystemRandom()):
         torch.manual_seed(0)
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

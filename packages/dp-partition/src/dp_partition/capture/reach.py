@@ -42,7 +42,8 @@ class Reach:
     def __init__(self, *roots: Any) -> None:
         self.optimizers: list[Optimizer] = []  # all optimizers
         self.tables: list[Any] = []  # mutable containers, and ``vars`` of objects, modules and optimizers
-        self.iterators: list[str] = []  # names of types of iterators: running them twice takes two batches
+        # names of types of iterators, and of the operating system's random numbers: two runs take two values
+        self.iterators: list[str] = []
         self.tensors: list[torch.Tensor] = []  # tensors in containers and attributes, one or several times
         # mappings, lists, tuples and sets; an optimizer's state, keyed by its parameters, is none
         self.containers: list[Any] = []
@@ -172,9 +173,9 @@ class Reach:
             self.tables += [value] if not isinstance(value, tuple | frozenset) else []
             self.containers.append(value)
             return list(value)[:_MOST]
-        if isinstance(value, Iterator):
+        if isinstance(value, Iterator | random.SystemRandom):
             self.iterators.append(type(value).__name__)
-            return []  # a look inside would consume it
+            return []  # a look inside would consume an iterator
         inside: list[Any] = [type(value).__call__] if callable(value) else []
         if isinstance(value, collections.abc.Mapping):
             inside += itertools.islice(value.values(), _MOST)
@@ -220,7 +221,7 @@ class PythonState:
                 self.globals += [(scope, name, scope[name]) for name in names_used(value) if name in scope]
             elif isinstance(value, functools._lru_cache_wrapper):
                 self.caches.append((value, value.cache_info().currsize))
-            elif isinstance(value, random.Random):
+            elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # it has no state
                 self.generators.append((value.getstate, value.setstate, value.getstate()))
             elif hasattr(bits := getattr(value, "bit_generator", getattr(value, "_bit_generator", None)), "state"):
                 assert bits is not None  # NumPy's; an old `RandomState` has a private one

@@ -223,10 +223,17 @@ class CheckedCall:
         self.advance(unseen=self.is_shared and any(flag for *_, flag in rows))
 
     def beyond_spread(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
-        """Leave out differences found between right results as well."""
+        """Leave out differences found between right results as well; none where a rank has no memory to look."""
         noise = dict.fromkeys((item.name for item in found), 0.0)
-        post, after = Snapshot(self.binding, self.arguments), self.random_state()
-        precision = Precision()
+        taken: list[Snapshot] = []
+
+        def kept() -> str:
+            taken.append(Snapshot(self.binding, self.arguments))
+            return ""
+
+        if self.refused(kept):
+            return found
+        after, precision = self.random_state(), Precision()
         with precision:
             self.variation(None)
         for seed in range(NUM_PERTURBED):
@@ -234,7 +241,7 @@ class CheckedCall:
             if outcome is not None and reference is not None:
                 for name in noise:
                     noise[name] = max(noise[name], measure(name, outcome, reference))
-        post.restore()
+        taken.pop().restore()
         after.restore()
         result = []
         for item in found:
@@ -492,13 +499,18 @@ class CheckedEagerCall(CheckedCall):
             self.runner.eager.start(
                 *self.live_arguments, self.runner.number
             )  # rank 0's values everywhere, before they are copied
-        self.reach = Reach(*self.roots)  # what the call itself makes (a copy of the model) is not compared
-        reason = self.refused(lambda: self.not_copyable(state_of(self.reach)))
-        ended = ReferenceEnd()
+
+        def read() -> str:  # any of it may fail on one rank alone: its objects are its own
+            self.reach = Reach(*self.roots)  # what the call itself makes (a copy of the model) is not compared
+            reason = self.not_copyable(state_of(self.reach))
+            if not reason:
+                self.python, self.random = PythonState(*self.roots), self.random_state()
+            return reason
+
+        reason, ended = self.refused(read), ReferenceEnd()
         if not reason:
-            python, self.random = PythonState(*self.roots), self.random_state()
             reason, ended = self.compared_run()
-            python.restore()
+            self.python.restore()
             self.random.restore()
         result = self.runner.eager(*self.live_arguments, self.runner.number)
         if reason or ended.outcome is None:
@@ -507,9 +519,14 @@ class CheckedEagerCall(CheckedCall):
         outcome = live_outcome(state_of(self.reach), self.live_arguments, result, full_tensors)
         mismatches = differences(outcome, ended.outcome)
         if any(self.gather(len(mismatches))):
-            self.before, python = Snapshot(self.binding, self.arguments), PythonState(*self.roots)
-            mismatches = self.beyond_spread(mismatches, ended.outcome)
-            python.restore()
+
+            def kept() -> str:
+                self.before, self.python = Snapshot(self.binding, self.arguments), PythonState(*self.roots)
+                return ""
+
+            if not self.refused(kept):
+                mismatches = self.beyond_spread(mismatches, ended.outcome)
+                self.python.restore()
             self.raise_mismatch(mismatches)
         self.runner.schedule.num_checked += 1
         self.runner.checked.append(sum(tensor.numel() for tensor in ended.outcome.tensors.values()))
