@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str, str]] = {
     "`random.random()`": (lambda: python_draw, "random-replay", "Python"),
     "a `random.Random` of one's own": (own_draw, "python-state", ""),
     "`numpy.random`": (lambda: numpy_draw, "random-replay", "NumPy"),
-    "a tensor made of another number each time": (constant_tensor, "check-mismatch", ""),
+    "a tensor made of another number each time": (constant_tensor, "python-state", ""),
     "`torch.manual_seed`": (lambda: seeded, "random-replay", "seed of torch"),
     "a learning rate set to a constant inside": (scheduled, "hyperparameter-changed", r"param_groups\[0\]\['lr'\]"),
     "losses put into a list": (collecting, "python-state", ""),

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import array
+import collections
+import contextvars
+import functools
+import os
 import random
 import re
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import dp_models as models
 import dp_partition as dp
@@ -17,6 +27,7 @@ from dp_partition.capture.inputs import read_arguments
 from python_effects import REFUSED, caching, collecting, counting, finish, mse, plain, python_draw, scheduled, seeded
 from ranktest import Ranks
 from torch import nn
+from torch.nn import functional as F
 
 
 def fresh() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -141,6 +152,63 @@ def test_arrays_count_by_identity_and_are_no_arguments() -> None:
     assert leaf_key([array]) == leaf_key([array]) != leaf_key([array.copy()])
     with pytest.raises(dp.PlanError, match=r"unsupported-argument.*torch.as_tensor"):
         read_arguments("step", (array,), {})
+
+
+HELD = {"weight": 1.0}
+VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("weight", default=1.0)
+
+
+@functools.lru_cache
+def looked_up(key: str) -> float:
+    return HELD[key]
+
+
+def test_what_a_step_reads_from_any_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph went on with the first value where only types of these objects were compared."""
+    recent, numbers, raw, table = collections.deque([1.0], maxlen=1), array.array("d", [1.0]), bytearray(1), np.ones(2)
+    view, chain = types.MappingProxyType(HELD), collections.ChainMap({}, HELD)
+
+    def forget() -> None:
+        HELD["weight"] += 1.0
+        looked_up.cache_clear()
+
+    rescale, none = partial(HELD.update, weight=7.0), torch.zeros(2)
+    places: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "context variable": (lambda: VARIABLE.get(), lambda: VARIABLE.set(3.0)),
+        "environment": (lambda: os.environ["WEIGHT"], lambda: monkeypatch.setenv("WEIGHT", "1")),
+        "getenv": (lambda: os.getenv("WEIGHT"), lambda: monkeypatch.setenv("WEIGHT", "2")),
+        "deque": (lambda: recent[-1], lambda: recent.append(3.0)),
+        "array": (lambda: numbers[0], lambda: numbers.append(3.0)),
+        "bytes": (lambda: raw[0], lambda: raw.append(3)),
+        "array of NumPy": (lambda: table[0], lambda: table.fill(3.0)),
+        "view of a dict": (lambda: view["weight"], rescale),
+        "chain of dicts": (lambda: chain["weight"], forget),
+        "cached function": (lambda: looked_up("weight"), forget),
+        "function of torch": (
+            lambda: F.mse_loss(none, none),
+            lambda: monkeypatch.setattr(F, "mse_loss", F.l1_loss),
+        ),
+        "its full name": (
+            lambda: torch.nn.functional.huber_loss(none, none),
+            lambda: monkeypatch.setattr(F, "huber_loss", F.l1_loss),
+        ),
+    }
+    for name, (read, change) in places.items():
+        reads = FunctionReads(read)
+        first = reads.read()
+        assert reads.read() == first and hash(first), name
+        change()
+        assert reads.read() != first, name
+    assert len(places) == 12
+
+
+def test_values_of_libraries_that_no_step_reads_do_not_count() -> None:
+    """`sys.modules` grows with each import, and a step calls the method of a model that has its name."""
+    model = nn.Linear(2, 2)
+    reads = FunctionReads(lambda: (sys.version, list(model.modules())))
+    first = reads.read()
+    with patch.dict(sys.modules, {"imported_since": types.ModuleType("imported_since")}):
+        assert reads.read() == first and len(first) < 50
 
 
 class Scaler:

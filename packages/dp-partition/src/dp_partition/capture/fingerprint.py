@@ -2,19 +2,23 @@
 
 A trace burns these values in, so a call finds its trace only if all of them are unchanged. Covered are
 the step's arguments, attributes of modules, and values read by the step's function and the functions it names: cells,
-defaults, ``__self__`` and the globals that they name. Of an object's attributes only those named by these functions
-count: a list of past losses may grow.
+defaults, ``__self__``, context variables, the globals that they name, and ``os.environ`` and functions of libraries.
+Of an object's attributes only those named by these functions count: a list of past losses may grow.
 
-Tensors and functions count by identity and are held, other values by type alone. The check by execution
-finds anything missed here.
+Tensors, functions and arrays from 1 MiB on count by identity and are held, other values by type alone. The check by
+execution finds anything missed here.
 """
 
 from __future__ import annotations
 
+import array
+import collections
+import contextvars
 import enum
 import functools
 import itertools
 import operator
+import os
 import sys
 import types
 import weakref
@@ -30,12 +34,17 @@ from dp_partition._shared.function_names import contents, names_used
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 PLAIN_TYPES = frozenset(PLAIN)  # without subclasses
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_SEQUENCES = (list, tuple, collections.deque)
+_MAPPINGS = (dict, collections.ChainMap, types.MappingProxyType, type(os.environ))
+_MEMORY = (bytearray, array.array)
+_CONTAINERS = (*_SEQUENCES, *_MAPPINGS, *_MEMORY, set, frozenset, contextvars.ContextVar)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _BY_IDENTITY = (torch.Tensor, *_FUNCTIONS)
+_OF_LIBRARIES = (*PLAIN, *_FUNCTIONS, types.ModuleType, type(os.environ))  # what counts of a library's modules
 _NO_SETTINGS = (torch.Tensor, Optimizer, types.ModuleType, type, *_FUNCTIONS)
 _DEPTH = 8
 _MOST = 1_000  # entered members of one container
+_MOST_BYTES = 2**20  # of arrays whose values count; larger ones count by identity alone
 # Methods that no code names where they run: `config["kl"]`, `weight * loss`.
 _OPERATORS = frozenset(
     f"__{name}__"
@@ -88,6 +97,8 @@ def fingerprint(
             tokens.append(ById(value))
             if isinstance(value, functools.partial) and depth:
                 stack += [(value.keywords, depth - 1), (value.args, depth - 1)]
+            elif getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES and not isinstance(value, torch.Tensor):
+                tokens.append(value.tobytes())  # of an array of NumPy, which code writes in place
             continue
         if depth == 0 or id(value) in seen:
             continue
@@ -98,12 +109,16 @@ def fingerprint(
             if id(value) not in placed:
                 tokens += [item for key, item in vars(value).items() if type(item) in PLAIN_TYPES]
                 tokens += map(ById, value.buffers())
-        elif isinstance(value, dict):
+        elif isinstance(value, _MAPPINGS):
             for key in value:
                 tokens.append(key if isinstance(key, PLAIN) else _key_token(key))
             members = list(value.values())
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, _SEQUENCES):
             members = list(value)
+        elif isinstance(value, contextvars.ContextVar):
+            members = [value.get(None)]
+        elif isinstance(value, _MEMORY):
+            tokens.append(bytes(value))
         elif isinstance(value, set | frozenset):
             tokens.append(frozenset([item if isinstance(item, PLAIN) else _key_token(item) for item in value]))
         elif _is_settings(value):
@@ -204,12 +219,16 @@ class FunctionReads:
             return [(value.__func__, type(value.__self__)), (value.__self__, None)]
         if isinstance(value, types.FunctionType):
             return self._enter_function(value, owner)
-        if isinstance(value, list | tuple | set | frozenset):
+        if isinstance(value, functools._lru_cache_wrapper):
+            return [(value.__wrapped__, owner)]
+        if isinstance(value, (*_SEQUENCES, set, frozenset)):
             return [(item, None) for item in itertools.islice(value, _MOST)]
-        if isinstance(value, dict):
+        if isinstance(value, _MAPPINGS):
             return [(item, None) for item in itertools.islice(value.values(), _MOST)]
-        if isinstance(value, types.ModuleType | type):
-            if not _is_of_library(value.__name__ if isinstance(value, types.ModuleType) else value.__module__):
+        if isinstance(value, types.ModuleType):
+            self._owners[id(value)] = value  # `os.environ`, and a function of torch may be replaced
+        elif isinstance(value, type):
+            if not _is_of_library(value.__module__):
                 self._owners[id(value)] = value
         elif _is_settings(value) and not isinstance(value, nn.Module | LRScheduler):
             self._owners[id(value)] = value
@@ -239,6 +258,9 @@ class FunctionReads:
         if isinstance(owner, types.ModuleType):
             table = vars(owner)
             names = [name for name in self.names if name in table]
+            if _is_of_library(owner.__name__):  # `sys.modules` grows, and a method of a model may have its name
+                names = [name for name in names if isinstance(table[name], _OF_LIBRARIES)]
+                names += ["environ"] if "getenv" in names and owner is os else []
             self._note(table, names)
             return [(table[name], None) for name in names]
         if not isinstance(owner, type):
