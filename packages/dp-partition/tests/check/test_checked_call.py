@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import dp_models as models
 import dp_partition as dp
+import numpy as np
 import planted_mistakes as planted
 import pytest
 import torch
@@ -262,11 +263,11 @@ def test_calls_are_drawn_from_intervals() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_mismatch_names_the_last_equal_call_and_what_may_have_changed(ranks: Ranks) -> None:
-    """A caller writes a bytearray in place, which no key follows: the next checked call, one of 4 to 7, finds it."""
-    scale = bytearray([1])
+    """A caller writes 1 MiB in place, which no key follows: the next checked call, one of 4 to 7, finds it."""
+    scale = np.ones(2**17)
 
     def scaled(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return planted.unclipped(model, optim, x * scale[0], y)
+        return planted.unclipped(model, optim, x * float(scale[0]), y)
 
     model, optim = started(ranks)
     errors: list[tuple[Any, bool]] = []

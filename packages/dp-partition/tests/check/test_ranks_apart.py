@@ -35,6 +35,13 @@ def skips(model: Any, optim: Any, x: torch.Tensor, is_odd: bool) -> Any:
     optim.zero_grad()
 
 
+def runs_in_another_order(model: Any, optim: Any, x: torch.Tensor, is_odd: bool) -> Any:
+    first, second = (model[2], model[0]) if is_odd else (model[0], model[2])
+    second(first(x).tanh()).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+
+
 def returns_none(model: Any, optim: Any, x: torch.Tensor, is_odd: bool) -> Any:
     model(x).square().mean().backward()
     optim.step()
@@ -91,6 +98,7 @@ WAITS, ENDED = "rank 1 waits for other ranks at its end in call 5", "rank 0 wait
 # the step, the door, what rank 1 does to its model before the odd call, and what the first line of each error says
 APART: dict[str, tuple[Callable[..., Any], Any, Any, tuple[str, str]]] = {
     "skips an optimizer step": (skips, DISTRIBUTE, None, ("one has skipped an optimizer step",) * 2),
+    "runs in another order": (runs_in_another_order, DISTRIBUTE, None, ("in another order by call 5",) * 2),
     "returns None": (returns_none, DISTRIBUTE, None, ("ranks return other tensors in call 5",) * 2),
     "raises at the end": (raises_at_the_end, DISTRIBUTE, None, ("another rank raised in call 5", "mine")),
     "skips a norm": (skips_a_norm, DISTRIBUTE, None, (WAITS, ENDED)),

@@ -405,9 +405,14 @@ class GradientReducer:
 class PlacedShards:
     """The parameters in shards of a step, with their memory and the number of writes to each."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, name: str) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, name: str, units: Iterable[nn.Module] = ()
+    ) -> None:
         self.mesh, self.parameters = mesh, {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
-        self.digest = self.results = 0  # of the shards written in all calls; of the sharded results of the last call
+        # of the shards written in all calls; of the sharded results of the last call; of the order of FSDP2's units
+        self.digest = self.results = self.order = 0
+        self.runs = False  # whether a call runs now
+        self.handles = [unit.register_forward_pre_hook(self._gathers(at)) for at, unit in enumerate(units)]
         self.leaving: Any = None  # the message of a rank that has raised, until its peers read it
         group = flat_group(mesh)
         is_met = bool(self.parameters) and mesh.size() > 1
@@ -425,6 +430,15 @@ class PlacedShards:
         if problems := self.memory.moved():
             raise PlanError(problems)
 
+    def _gathers(self, number: int) -> Callable[..., None]:
+        """Return a hook that notes the run of a unit: units of equal sizes gather each other's shards out of order."""
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def note(*forward: Any) -> None:
+            self.order = zlib.crc32(number.to_bytes(4, "little"), self.order) if self.runs else self.order
+
+        return note
+
     @contextmanager
     def call(self) -> Iterator[None]:
         """Run one call of a step in the block, and add the shards that it writes to the digest of all calls.
@@ -433,14 +447,15 @@ class PlacedShards:
         may be elsewhere.
         """
         shards = self.parameters.values()
-        self.meetings.has_raised, versions = False, [p._version for p in shards]
+        self.meetings.has_raised, versions, self.runs = False, [p._version for p in shards], True
         try:
             yield
         except Exception as error:
             if self.meets and not self.meetings.has_raised and not is_of_collective(error):
-                self.leaving = self.meetings.send(_FAILED, (self.digest, self.results))
+                self.leaving = self.meetings.send(_FAILED, (self.digest, self.results, self.order))
             raise
         finally:
+            self.runs = False
             written = bytes([p._version != old for p, old in zip(shards, versions, strict=True)])
             self.digest = zlib.crc32(written, self.digest)
 
@@ -455,16 +470,19 @@ class PlacedShards:
             always: Meet in this call in any case.
 
         Raises:
-            PlanError: On every rank: ``ranks-diverge`` where ranks have written other shards since they met last, or
-                return other results; ``rank-failed`` if one has raised.
+            PlanError: On every rank: ``ranks-diverge`` where ranks have written other shards since they met last, have
+                run units in another order, or return other results; ``rank-failed`` if one has raised.
         """
         self.results = zlib.crc32(repr([(x.shape, x.dtype, x.placements) for x in results]).encode())
         if not self.parameters or self.mesh.size() == 1 or not (self.meets or always):
             return
-        same_update, same_results = self._meet(_FINISHED, call, f"the end of call {call}")
-        if not same_update:
+        same_update, same_results, same_order = self._meet(_FINISHED, call, f"the end of call {call}")
+        if not (same_update and same_order):
             reason = f"ranks have updated different parameters by call {call}: one has skipped an optimizer step"
             hint = f"{_RANKS_DECIDE}; shards are of different calls now: load a checkpoint"
+            if not same_order:
+                reason = f"ranks have run modules in another order by call {call}: each gathered others' shards"
+                hint = f'{_RANKS_DECIDE}, or use style="replicate"; weights are mixed now: load a checkpoint'
             raise PlanError(Problem("ranks-diverge", self.meetings.name, found=reason, hint=hint))
         if not same_results:
             reason = f"ranks return other tensors in call {call}, whose shards only all of them can gather"
@@ -480,7 +498,7 @@ class PlacedShards:
             self._meet(_RUNNING, call, f"a pickle of a shard in call {call}")
 
     def _meet(self, state: int, call: int, subject: str) -> list[bool]:
-        message = self.meetings.send(state, (self.digest, self.results))
+        message = self.meetings.send(state, (self.digest, self.results, self.order))
         apart = f"some ranks alone pickle a shard in call {call}, which only all of them can gather"
         hint = "torch.save on every rank, or between two calls within unsharded()"
         return self.meetings.receive(message, call, f"{self.meetings.name}, {subject}", apart, hint)

@@ -295,7 +295,8 @@ class EagerStep:
         for optimizer in reach.optimizers:
             vars(optimizer)[COMPARED] = True
         self.watch = None
-        self.placed = Placed(units, reach.optimizers, handles, PlacedShards(self.parameters, self.mesh, self.name))
+        shards = PlacedShards(self.parameters, self.mesh, self.name, units.modules)
+        self.placed = Placed(units, reach.optimizers, [*handles, *shards.handles], shards)
 
     def optimizer_reasons(self, reach: Reach, full: Mapping[str, str]) -> dict[str, str]:
         """Return why optimizers need full parameters, by name: each is tried with the ``full`` ones beside shards."""
