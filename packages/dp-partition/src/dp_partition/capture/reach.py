@@ -223,8 +223,8 @@ class PythonState:
                 self.caches.append((value, value.cache_info().currsize))
             elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # it has no state
                 self.generators.append((value.getstate, value.setstate, value.getstate()))
-            elif hasattr(bits := getattr(value, "bit_generator", getattr(value, "_bit_generator", None)), "state"):
-                assert bits is not None  # NumPy's; an old `RandomState` has a private one
+            elif type(value).__module__.startswith("numpy.random"):  # others may raise KeyError in `__getattr__`
+                bits = getattr(value, "bit_generator", None) or value._bit_generator  # an old `RandomState` has this
                 access = functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
                 self.generators.append((*access, copy.deepcopy(bits.state)))
         for optimizer in reach.optimizers:

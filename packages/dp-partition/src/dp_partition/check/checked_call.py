@@ -499,18 +499,20 @@ class CheckedEagerCall(CheckedCall):
             self.runner.eager.start(
                 *self.live_arguments, self.runner.number
             )  # rank 0's values everywhere, before they are copied
+        python: list[PythonState] = []
 
         def read() -> str:  # any of it may fail on one rank alone: its objects are its own
             self.reach = Reach(*self.roots)  # what the call itself makes (a copy of the model) is not compared
             reason = self.not_copyable(state_of(self.reach))
             if not reason:
-                self.python, self.random = PythonState(*self.roots), self.random_state()
+                python.append(PythonState(*self.roots))
+                self.random = self.random_state()
             return reason
 
         reason, ended = self.refused(read), ReferenceEnd()
         if not reason:
             reason, ended = self.compared_run()
-            self.python.restore()
+            python.pop().restore()
             self.random.restore()
         result = self.runner.eager(*self.live_arguments, self.runner.number)
         if reason or ended.outcome is None:
@@ -521,12 +523,13 @@ class CheckedEagerCall(CheckedCall):
         if any(self.gather(len(mismatches))):
 
             def kept() -> str:
-                self.before, self.python = Snapshot(self.binding, self.arguments), PythonState(*self.roots)
+                self.before = Snapshot(self.binding, self.arguments)
+                python.append(PythonState(*self.roots))
                 return ""
 
             if not self.refused(kept):
                 mismatches = self.beyond_spread(mismatches, ended.outcome)
-                self.python.restore()
+                python.pop().restore()
             self.raise_mismatch(mismatches)
         self.runner.schedule.num_checked += 1
         self.runner.checked.append(sum(tensor.numel() for tensor in ended.outcome.tensors.values()))

@@ -412,7 +412,8 @@ class PlacedShards:
         # of the shards written in all calls; of the sharded results of the last call; of the order of FSDP2's units
         self.digest = self.results = self.order = 0
         self.runs = False  # whether a call runs now
-        self.handles = [unit.register_forward_pre_hook(self._gathers(at)) for at, unit in enumerate(units)]
+        # Ahead of FSDP2's own hook, which puts the stored parameters back.
+        self.handles = [unit.register_forward_pre_hook(self._gathers(i), prepend=True) for i, unit in enumerate(units)]
         self.leaving: Any = None  # the message of a rank that has raised, until its peers read it
         group = flat_group(mesh)
         is_met = bool(self.parameters) and mesh.size() > 1
@@ -431,10 +432,18 @@ class PlacedShards:
             raise PlanError(problems)
 
     def _gathers(self, number: int) -> Callable[..., None]:
-        """Return a hook that notes the run of a unit: units of equal sizes gather each other's shards out of order."""
+        """Return a hook that notes the run of a unit: units of equal sizes gather each other's shards out of order.
+
+        It refuses parameters that `torch.func.functional_call` puts in the place of the unit's: FSDP2 ignores them.
+        """
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def note(*forward: Any) -> None:
+        def note(unit: nn.Module, inputs: Any) -> None:
+            foreign = [n for n, p in unit._parameters.items() if p is not None and not isinstance(p, nn.Parameter)]
+            if foreign and self.runs:
+                hint = 'call it in call 1, too, which keeps them full; or use style="replicate"'
+                found = "another tensor in the place of a parameter in shards, which FSDP2 ignores"
+                raise PlanError([Problem("parameter-replaced", name, found=found, hint=hint) for name in foreign])
             self.order = zlib.crc32(number.to_bytes(4, "little"), self.order) if self.runs else self.order
 
         return note
