@@ -47,8 +47,6 @@ from dp_partition.capture.fingerprint import fingerprint
 from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.plan.placements import shard_world
-from dp_partition.runtime import between
-from dp_partition.runtime.between import is_written
 from dp_partition.runtime.saving import reduced_in_step, running
 from dp_partition.runtime.state import full_tensor, full_tensors
 
@@ -424,8 +422,19 @@ class ClosedTraps:
     functions is set meanwhile: a `TorchFunctionMode` would be called for every plain tensor too, three times as often.
     """
 
+    _VIEWS = frozenset([
+        "__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view", "reshape",
+        "flatten", "unflatten", "squeeze", "unsqueeze", "t", "transpose", "permute", "movedim", "swapaxes", "expand",
+        "unfold",
+    ])  # fmt: skip
+    _READS = frozenset(
+        getattr(torch.Tensor, name)
+        for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__format__", "is_nonzero")
+    ) | {torch.is_nonzero}
     _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+    _open = staticmethod(DTensor.__torch_function__)
     _lock = threading.Lock()
+    _views = WeakTensorKeyDictionary()
 
     def __init__(
         self, meet: Callable[[], None] = lambda: None, compare: Callable[[Optimizer], None] = lambda optimizer: None
@@ -443,8 +452,8 @@ class ClosedTraps:
             if not running[threading.get_ident()]:
                 del running[threading.get_ident()]
             if not running:
-                between.install()
-                between.views.clear()
+                DTensor.__torch_function__ = self._open  # type: ignore[method-assign]
+                self._views.clear()
 
     @classmethod
     def _closed(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -459,7 +468,7 @@ class ClosedTraps:
                 args = with_numbers(args)
             if name == "__get__" or not is_ours or not args or not isinstance(args[0], DTensor):
                 return func(*args, **kwargs)
-            if func in between.READS:
+            if func in cls._READS:
                 args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
             elif func == torch.Tensor.__reduce_ex__:
                 return reduced_in_step(args[0], *args[1:])
@@ -475,9 +484,25 @@ class ClosedTraps:
                 with torch.no_grad():
                     args[0].detach().copy_(args[1])
                 return None
-            between.refuse_silent(name, args[0], 'write full tensors, or use style="replicate"')
+            elif name == "register_hook" and isinstance(args[0], nn.Parameter):
+                raise PlanError(
+                    Problem(
+                        "parameter-hooks",
+                        found="a gradient hook on a parameter in shards would never run",
+                        hint='use register_post_accumulate_grad_hook, or style="replicate"',
+                    )
+                )
+            if is_written(name) and (name == "__setitem__" or args[0] in cls._views):
+                raise PlanError(
+                    Problem(
+                        "parameter-replaced",
+                        found=f"a view of shards is written ({name})",
+                        hint='write full tensors, or use style="replicate"',
+                    )
+                )
             result = reduced_first(func, args, kwargs)
-            between.note_views(name, result)
+            if name in cls._VIEWS:
+                cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
             return result
 
 
@@ -659,3 +684,8 @@ class Watch(TorchFunctionMode):
         for x in pytree.tree_leaves(result):
             if isinstance(x, torch.Tensor):
                 self.origins.setdefault(x, names)
+
+
+def is_written(name: str) -> bool:
+    """Return True if a function of torch of this name writes its first argument."""
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

@@ -28,9 +28,8 @@ from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, hooked_parameters, initial_state
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
-from dp_partition.runtime import between
 from dp_partition.runtime.consensus import copy_from_first, full_copies
-from dp_partition.runtime.saving import COPY, PICKLE, mark_parameters, mark_states, place_loaded, running
+from dp_partition.runtime.saving import COPY, PICKLE, mark_parameters, mark_states, place_loaded
 
 ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
 ASSIGN_HINT = "write in place under torch.no_grad(), as p.copy_(values) does, or within unsharded(); then call again"
@@ -391,8 +390,6 @@ def hook_placed(
     """
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     placed = [module for module in modules if any(isinstance(p, DTensor) for p in module.parameters())]
-    if placed and not running:
-        between.install()
     handles: list[Any] = [_Guard(module) for module in placed]
     handles += [module.register_load_state_dict_pre_hook(place_loaded) for module in placed]
     handles += [module.register_state_dict_post_hook(mark_parameters) for module in placed]
