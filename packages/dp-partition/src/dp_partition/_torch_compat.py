@@ -251,7 +251,7 @@ def group_like(group: c10d.ProcessGroup, ranks: list[int]) -> c10d.ProcessGroup:
 
 
 _OF_FSDP = ("__composable_api", "__deepcopy__", "__reduce_ex__")  # attributes of placed modules: FSDP2's, and ours
-_FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager.shards", "dp_partition.runtime")  # ours too
+_FSDP_HOOKS = ("torch.distributed.fsdp", "dp_partition.eager", "dp_partition.runtime")  # ours too
 
 
 def _is_from_fsdp(hook: Any) -> bool:
@@ -373,6 +373,14 @@ def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter
     new = torch.nn.Parameter(value, old.requires_grad)
     vars(new).update({key: own for key, own in vars(old).items() if key not in vars(new)})
     return new
+
+
+def handle_number_reads(read: Callable[[Any], Any]) -> None:
+    """Let a function return the number of a DTensor without dims: ``item()``, ``float()``, ``bool()`` and formats."""
+    from torch.distributed.tensor import DTensor
+
+    table: Any = DTensor._op_dispatcher._custom_op_handlers
+    table[torch.ops.aten._local_scalar_dense.default] = lambda op, args, kwargs: read(args[0])
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

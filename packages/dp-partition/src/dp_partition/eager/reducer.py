@@ -31,6 +31,7 @@ from dp_partition._torch_compat import (
     flatten,
     foreach_copy_,
     group_like,
+    has_gradient_hooks,
     hooks_after_accumulation,
     unflatten,
 )
@@ -423,12 +424,17 @@ class PlacedShards:
         self.memory = HeldMemory(self.parameters)
 
     def check_assigned(self) -> None:
-        """Raise for ``p.data = ...`` on a parameter in shards between two calls: a DTensor ignores it.
+        """Raise for ``p.data = ...`` and gradient hooks on shards between two calls: both have no effect.
 
         Raises:
-            PlanError: ``parameter-replaced``, with the names.
+            PlanError: ``parameter-replaced`` or ``parameter-hooks``, with the names.
         """
-        if problems := self.memory.moved():
+        problems = self.memory.moved()
+        if hooked := [name for name, p in self.parameters.items() if has_gradient_hooks(p)]:
+            hint = "use register_post_accumulate_grad_hook, or release() first: the next call keeps it full"
+            found = "a gradient hook since it is in shards would never run"
+            problems = [*problems, *(Problem("parameter-hooks", name, found=found, hint=hint) for name in hooked)]
+        if problems:
             raise PlanError(problems)
 
     def _gathers(self, number: int) -> Callable[..., None]:
@@ -437,16 +443,17 @@ class PlacedShards:
         It refuses parameters that `torch.func.functional_call` puts in the place of the unit's: FSDP2 ignores them.
         """
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def note(unit: nn.Module, inputs: Any) -> None:
-            foreign = [n for n, p in unit._parameters.items() if p is not None and not isinstance(p, nn.Parameter)]
+            held: dict[str, Any] = unit._parameters
+            foreign = [n for n, p in held.items() if not isinstance(p, nn.Parameter | None)]
             if foreign and self.runs:
                 hint = 'call it in call 1, too, which keeps them full; or use style="replicate"'
                 found = "another tensor in the place of a parameter in shards, which FSDP2 ignores"
                 raise PlanError([Problem("parameter-replaced", name, found=found, hint=hint) for name in foreign])
             self.order = zlib.crc32(number.to_bytes(4, "little"), self.order) if self.runs else self.order
 
-        return note
+        outside_of_graphs: Callable[..., None] = torch.compiler.disable(note)
+        return outside_of_graphs
 
     @contextmanager
     def call(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import handle_number_reads
 
 # By thread: the traps around each step in shards that it runs. Their `meet` raises on all ranks unless all call it.
 running: dict[int, list[Any]] = {}
@@ -52,8 +53,26 @@ def _refuse_on_mesh(protocol: Any) -> NoReturn:
     raise _refused("a DTensor", "is placed, or computed of placed parameters: a file may lack the rows of other ranks")
 
 
+def _number(value: DTensor) -> Any:
+    """Return the number in a DTensor; refuse one rank's part of a placed tensor's, such as ``weight.sum().item()``."""
+    if PICKLE in vars(value.device_mesh) and any(place.is_partial() for place in value.placements):
+        raise PlanError(
+            Problem(
+                "local-shard-as-full",
+                found="a number of shards is read between calls: it would be this rank's part of a sum",
+                hint="read it within `with step.unsharded():`, which every rank enters, or call full_tensor() on every"
+                " rank",
+            )
+        )
+    return value._local_tensor.item()
+
+
 def own_mesh(mesh: Any) -> DeviceMesh:
-    """Return an equal mesh, whose tensors are not pickled. Those on the caller's mesh are pickled as ever."""
+    """Return an equal mesh, whose tensors are not pickled. Those on the caller's mesh are pickled as ever.
+
+    A number of a partial sum on it is read by no rank alone, see `_number`.
+    """
+    handle_number_reads(_number)
     if not isinstance(mesh, DeviceMesh) or PICKLE in vars(mesh):  # a fake one of `estimate`; one of a shared step
         return mesh  # type: ignore[no-any-return]
     own = object.__new__(DeviceMesh)
