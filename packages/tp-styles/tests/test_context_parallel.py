@@ -328,7 +328,7 @@ class Numbered(nn.Module):
         self.embed, self.experts = nn.Embedding(8, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids)
+        x: torch.Tensor = self.embed(input_ids)
         for index, expert in enumerate(self.experts):
             if bool((chosen := input_ids % 4 == index).any()):
                 x = x + torch.zeros_like(x).masked_scatter(chosen[..., None].expand_as(x), expert(x[chosen]))
