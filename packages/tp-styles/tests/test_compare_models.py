@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import tp_models as models
 import tp_styles as tp
@@ -160,6 +161,26 @@ def doubled_bias(mesh: Any) -> Any:
     return by_torch(model, mesh, {"layers.*.mlp.up": ColwiseParallel()})
 
 
+class Routed(nn.Module):
+    """Two outputs, as of a mixture with the loss of its router; some ranks detach what is named."""
+
+    def __init__(self, detached: str = "", ranks: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self.place, self.router, self.out = nn.Embedding(17, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.detached, self.ranks = detached, ranks
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.place(ids)
+        weights = self.router(x).softmax(-1)
+        outputs = {"states": self.out(x * weights), "loss": weights.mean((0, 1)).square().sum()}
+        here = self.detached if dist.get_rank() in self.ranks else ""
+        return {key: value.detach() if key in here else value for key, value in outputs.items()}
+
+
+def routed(detached: str = "", ranks: tuple[int, ...] = (0, 1)) -> Callable[..., Any]:
+    return lambda mesh=None: models.seeded(partial(Routed, detached, ranks)).double()
+
+
 WRONG: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Module], bool, str]] = {
     "a divisor of 1 in FSDP2": (wrong_divisor, gpt, True, r"gradient differs.*it is 2 times the original's"),
     "a sum over sequence shards that is missing": (
@@ -171,6 +192,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Module], bool, str]
     "a fused projection by chunks": (fused_chunks, lambda: models.seeded(Fused).double(), False, r"output of out"),
     "batch statistics of a rank": (local_statistics, make, True, r"part first at the output of norm"),
     "the same rows on every rank": (same_rows, gpt, True, r"output differs.*output of embed .*ranks 1\)"),
+    "a detached loss": (routed("loss"), routed(), False, r"loss.*without a gradient on rank 0, with one originally"),
+    "all detached": (routed("states loss"), routed(), False, r"states.*without a gradient on rank 0"),
+    "detached on one rank": (routed("states loss", (1,)), routed(), False, r"without a gradient on rank 1"),
+    "detached originally": (routed(), routed("loss"), False, r"loss.*with a gradient on rank 0, without one orig"),
     "a bias that each rank adds": (doubled_bias, gpt, False, r"output of layers\.0\.mlp\.down"),
 }
 

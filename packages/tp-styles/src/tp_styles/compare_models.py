@@ -26,7 +26,7 @@ from tp_styles._shared.execution_check import Compared, as_double, random_state_
 from tp_styles._shared.norms import grad_norm
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import without_dispatch_modes
-from tp_styles.check.compare import Output, cotangents, first_different, layout_of
+from tp_styles.check.compare import Output, cotangents, first_different, gradient_lost, layout_of
 from tp_styles.check.inputs import ConstantRandomness, tensors_in
 from tp_styles.check.rows import Pair, Row, counts, error, gradient_rows, joined, largest, tolerance_of
 from tp_styles.check.runs import Trace
@@ -305,12 +305,14 @@ def _filled(target: str, parts: tuple[str, ...]) -> str:
 def _compare_outputs(output: Any, wanted: Any, data: TPGroup | None, rows: list[Row], limit: float) -> list[Output]:
     """Compare outputs in their order; return them for the backward."""
     ours, its = list(tensors_in(output)), list(tensors_in(wanted))
-    if set(_gather(len(ours))) != {len(its)}:
+    flags = _gather([x.requires_grad for _, x in ours])
+    if set(map(len, flags)) != {len(its)}:
         rows.append(Row("output", "-> structure", reason=f"{len(ours)} tensors, {len(its)} originally"))
         return []
     outputs = []
-    for (place, own), (_, other) in zip(ours, its, strict=True):
+    for (place, own), (_, other), *taken in zip(ours, its, *flags, strict=True):
         name = f"-> {place.path or 'output'}"
+        rows += [] if place.is_state else gradient_lost(name, taken, other)
         first = _first_row(own, other, data)
         reference = other.detach() if first is None else other.detach()[first : first + own.shape[0]]
         full, layout, start = _full(own, tuple(reference.shape), data)

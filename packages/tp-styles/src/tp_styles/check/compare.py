@@ -47,15 +47,15 @@ class Comparison:
         count = len(ours)
         own = {name: tuple(x.shape) for name, x in sharded.written.items() if name in reference.written}
         everyone = self.axis.all_gather_objects(
-            ([tuple(x.shape) for _, x in ours], own), "the check"
+            ([tuple(x.shape) for _, x in ours], own, [x.requires_grad for _, x in ours]), "the check"
         )  # all in one message
-        if {len(metas) for metas, _ in everyone} != {len(wanted)}:  # on any rank
+        if {len(metas) for metas, *_ in everyone} != {len(wanted)}:  # on any rank
             self.rows.append(Row("output", "structure", reason=f"{count} tensors, {len(wanted)} originally"))
             return []
-        written = [name for name in everyone[0][1] if all(name in metas for _, metas in everyone)]  # in rank 0's order
+        written = [name for name in everyone[0][1] if all(name in metas for _, metas, _ in everyone)]
         ours += [(Place(name, 0), sharded.written[name]) for name in written]
         wanted += [(Place(name, 0), reference.written[name]) for name in written]
-        shapes = [[*metas, *(of_written[name] for name in written)] for metas, of_written in everyone]
+        shapes = [[*metas, *(of_written[name] for name in written)] for metas, of_written, _ in everyone]
         outputs: list[Output] = []
         for index, ((place, actual), (_, other)) in enumerate(zip(ours, wanted, strict=True)):
             is_output = index < count
@@ -80,6 +80,8 @@ class Comparison:
             self.rows.append(Pair(kind, name, full, original, largest(original)).row(self.tolerance))
             # No gradient flows through a cache passed on to the next call.
             starts = not place.is_state and not any(word in place.path for word in ("past", "cache"))
+            if is_output and starts and not (self.only_first and index):
+                self.rows += gradient_lost(name, [flags[index] for *_, flags in everyone], other)
             start = sum(shape[layout.dim] for shape in local[: self.axis.rank]) if is_shard else 0
             outputs.append(Output(actual, other, layout, start, is_output, starts, place.path))
         return outputs
@@ -194,6 +196,21 @@ class Output:
             dim = self.layout.dim
             value = value.narrow(dim, self.start, self.sharded.shape[dim]).contiguous()
         return _like(value, self.sharded)
+
+
+def gradient_lost(name: str, flags: list[bool], original: torch.Tensor) -> list[Row]:
+    """Return a row for an output that is detached on some rank or in the original alone: no backward would show it.
+
+    Args:
+        name: The output.
+        flags: Of each rank, whether its output takes a gradient.
+        original: The original's output.
+    """
+    ranks = [rank for rank, flag in enumerate(flags) if flag != original.requires_grad]
+    if not ranks:
+        return []
+    has, had = ("without", "with") if original.requires_grad else ("with", "without")
+    return [Row("output", name, reason=f"{has} a gradient on rank {ranks[0]}, {had} one originally")]
 
 
 def cotangents(outputs: list[Output], scale: int = 1) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

@@ -26,9 +26,8 @@ class GradientSum:
     Shards over the axis itself (whole experts of each rank) are left alone: tokens of all ranks come to them. So are
     parameters whose gradient a style of their own module sums over the axis.
 
-    A parameter without a gradient on one rank (an expert without tokens) counts as zeros there. After a first backward
-    in which every rank lacked one, each backward exchanges which they are: a parameter without a gradient anywhere
-    keeps none.
+    A parameter without a gradient on one rank (an expert without tokens) counts as zeros there. Each message counts the
+    ranks that have one: a parameter without a gradient anywhere keeps none.
 
     Args:
         axis: The ranks.
@@ -36,7 +35,6 @@ class GradientSum:
 
     def __init__(self, axis: TPGroup) -> None:
         self.axis = axis
-        self.exchanges_use: dict[int, bool] = {}
 
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
@@ -87,27 +85,19 @@ class GradientSum:
             raise StyleInputError(
                 Problem("sparse-gradient", found="a sparse gradient", hint="nn.Embedding(sparse=False)")
             )
-        used = self._used([gradient is not None for gradient in gradients], like[0][2])
+        mine = [gradient is not None for gradient in gradients]
         sums: list[torch.Tensor | None] = [None] * len(gradients)
         for indices in self._buckets(gradients, like):
-            flat = torch.cat([_dense(gradients[index], like[index]).reshape(-1) for index in indices])
-            parts = self.axis.all_reduce_(flat).split([like[index][0].numel() for index in indices])
-            for index, part in zip(indices, parts, strict=True):
-                if used[index]:
-                    sums[index] = part.view(like[index][0])
+            pieces = [_dense(gradients[index], like[index]).reshape(-1) for index in indices]
+            has_all = all(mine[index] for index in indices)
+            flags = pieces[0].new_ones(len(indices)) if has_all else pieces[0].new_tensor([mine[i] for i in indices])
+            sizes = [piece.numel() for piece in pieces]
+            *parts, counts = self.axis.all_reduce_(torch.cat([*pieces, flags])).split([*sizes, len(indices)])
+            # A rank with every gradient knows the answer: it does not wait for its device to read the counts.
+            used = [mine[i] for i in indices] if has_all or is_compiling() else [c != 0 for c in counts.tolist()]
+            for index, part, is_used in zip(indices, parts, used, strict=True):
+                sums[index] = part.view(like[index][0]) if is_used else None
         return sums
-
-    def _used(self, mine: list[bool], device: torch.device) -> list[bool]:
-        """Return the parameters that have a gradient on some rank."""
-        if is_compiling():
-            return mine
-        if len(mine) not in self.exchanges_use:
-            everyone = self.axis.all_gather_objects(mine, "the first backward")
-            self.exchanges_use[len(mine)] = not all(all(used) for used in everyone)
-        if not self.exchanges_use[len(mine)]:
-            return [True] * len(mine)
-        count = torch.tensor(mine, dtype=torch.int32, device=device)
-        return [number > 0 for number in self.axis.all_reduce_(count).tolist()]
 
     def _buckets(self, gradients: list[torch.Tensor | None], like: list[Any]) -> Iterator[list[int]]:
         """Yield indices of gradients that travel together: one type and device, up to `BUCKET_BYTES`."""
