@@ -375,12 +375,28 @@ def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter
     return new
 
 
-def handle_number_reads(read: Callable[[Any], Any]) -> None:
-    """Let a function return the number of a DTensor without dims: ``item()``, ``float()``, ``bool()`` and formats."""
+def refuse_number_reads(refuse: Callable[[Any], None]) -> None:
+    """Call a function, which may raise, before each read of a DTensor's number: ``item()``, ``bool()``, formats.
+
+    Torch has a table of handlers by operator; reads of DTensors that pass are torch's own.
+    """
     from torch.distributed.tensor import DTensor
 
     table: Any = DTensor._op_dispatcher._custom_op_handlers
-    table[torch.ops.aten._local_scalar_dense.default] = lambda op, args, kwargs: read(args[0])
+    read = torch.ops.aten._local_scalar_dense.default
+    torchs = table.get(read)
+
+    def checked(op: Any, args: Any, kwargs: Any) -> Any:
+        refuse(args[0])
+        if torchs is not None:
+            return torchs(op, args, kwargs)
+        del table[read]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            table[read] = checked
+
+    table[read] = checked
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

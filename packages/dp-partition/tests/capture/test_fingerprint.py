@@ -166,6 +166,7 @@ def looked_up(key: str) -> float:
 def test_what_a_step_reads_from_any_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph went on with the first value where only types of these objects were compared."""
     recent, numbers, raw, table = collections.deque([1.0], maxlen=1), array.array("d", [1.0]), bytearray(1), np.ones(2)
+    kind = np.float32  # a class is no array, though it has the attributes of one
     view, chain = types.MappingProxyType(HELD), collections.ChainMap({}, HELD)
 
     def forget() -> None:
@@ -180,7 +181,7 @@ def test_what_a_step_reads_from_any_container_counts(monkeypatch: pytest.MonkeyP
         "deque": (lambda: recent[-1], lambda: recent.append(3.0)),
         "array": (lambda: numbers[0], lambda: numbers.append(3.0)),
         "bytes": (lambda: raw[0], lambda: raw.append(3)),
-        "array of NumPy": (lambda: table[0], lambda: table.fill(3.0)),
+        "array of NumPy": (lambda: np.float64(table[0]) * kind(1), lambda: table.fill(3.0)),
         "view of a dict": (lambda: view["weight"], rescale),
         "chain of dicts": (lambda: chain["weight"], forget),
         "cached function": (lambda: looked_up("weight"), forget),

@@ -97,7 +97,7 @@ def fingerprint(
             tokens.append(ById(value))
             if isinstance(value, functools.partial) and depth:
                 stack += [(value.keywords, depth - 1), (value.args, depth - 1)]
-            elif getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES and not isinstance(value, torch.Tensor):
+            elif not isinstance(value, (torch.Tensor, type)) and _has_few_bytes(value):
                 tokens.append(value.tobytes())  # of an array of NumPy, which code writes in place
             continue
         if depth == 0 or id(value) in seen:
@@ -118,7 +118,7 @@ def fingerprint(
         elif isinstance(value, contextvars.ContextVar):
             members = [value.get(None)]
         elif isinstance(value, _MEMORY):
-            tokens.append(bytes(value))
+            tokens.append(bytes(value) if _has_few_bytes(memoryview(value)) else ById(value))
         elif isinstance(value, set | frozenset):
             tokens.append(frozenset([item if isinstance(item, PLAIN) else _key_token(item) for item in value]))
         elif _is_settings(value):
@@ -132,6 +132,10 @@ def fingerprint(
         tokens.append(len(members))
         stack += [(item, depth - 1) for item in reversed(members)]
     return tuple(tokens)
+
+
+def _has_few_bytes(value: Any) -> bool:
+    return int(getattr(value, "nbytes", _MOST_BYTES)) < _MOST_BYTES
 
 
 def _key_token(key: Any) -> Any:

@@ -10,7 +10,9 @@ object, so placed tensors get a mesh of their own (`own_mesh`), which is equal t
 
 from __future__ import annotations
 
+import functools
 import threading
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import handle_number_reads
+from dp_partition._torch_compat import refuse_number_reads
 
 # By thread: the traps around each step in shards that it runs. Their `meet` raises on all ranks unless all call it.
 running: dict[int, list[Any]] = {}
@@ -53,8 +55,8 @@ def _refuse_on_mesh(protocol: Any) -> NoReturn:
     raise _refused("a DTensor", "is placed, or computed of placed parameters: a file may lack the rows of other ranks")
 
 
-def _number(value: DTensor) -> Any:
-    """Return the number in a DTensor; refuse one rank's part of a placed tensor's, such as ``weight.sum().item()``."""
+def _refuse_part(value: DTensor) -> None:
+    """Refuse a number that is one rank's part of a placed tensor's, such as ``weight.sum().item()``."""
     if PICKLE in vars(value.device_mesh) and any(place.is_partial() for place in value.placements):
         raise PlanError(
             Problem(
@@ -64,15 +66,17 @@ def _number(value: DTensor) -> Any:
                 " rank",
             )
         )
-    return value._local_tensor.item()
+
+
+refuse_parts = functools.cache(partial(refuse_number_reads, _refuse_part))  # once for the process
 
 
 def own_mesh(mesh: Any) -> DeviceMesh:
     """Return an equal mesh, whose tensors are not pickled. Those on the caller's mesh are pickled as ever.
 
-    A number of a partial sum on it is read by no rank alone, see `_number`.
+    A number of a partial sum on it is refused, see `_refuse_part`.
     """
-    handle_number_reads(_number)
+    refuse_parts()
     if not isinstance(mesh, DeviceMesh) or PICKLE in vars(mesh):  # a fake one of `estimate`; one of a shared step
         return mesh  # type: ignore[no-any-return]
     own = object.__new__(DeviceMesh)
