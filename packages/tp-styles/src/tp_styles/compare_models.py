@@ -310,9 +310,9 @@ def _compare_outputs(output: Any, wanted: Any, data: TPGroup | None, rows: list[
         rows.append(Row("output", "-> structure", reason=f"{len(ours)} tensors, {len(its)} originally"))
         return []
     outputs = []
-    for (place, own), (_, other), *taken in zip(ours, its, *flags, strict=True):
+    for (place, own), (_, other), *of_ranks in zip(ours, its, *flags, strict=True):
         name = f"-> {place.path or 'output'}"
-        rows += [] if place.is_state else gradient_lost(name, taken, other)
+        rows += [] if place.is_state else gradient_lost(name, of_ranks, other)
         first = _first_row(own, other, data)
         reference = other.detach() if first is None else other.detach()[first : first + own.shape[0]]
         full, layout, start = _full(own, tuple(reference.shape), data)

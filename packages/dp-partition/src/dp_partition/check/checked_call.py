@@ -225,13 +225,13 @@ class CheckedCall:
     def beyond_spread(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
         """Leave out differences found between right results as well; none where a rank has no memory to look."""
         noise = dict.fromkeys((item.name for item in found), 0.0)
-        taken: list[Snapshot] = []
+        snapshots: list[Snapshot] = []
 
-        def kept() -> str:
-            taken.append(Snapshot(self.binding, self.arguments))
+        def take_snapshot() -> str:
+            snapshots.append(Snapshot(self.binding, self.arguments))
             return ""
 
-        if self.refused(kept):
+        if self.refused(take_snapshot):
             return found
         after, precision = self.random_state(), Precision()
         with precision:
@@ -241,7 +241,7 @@ class CheckedCall:
             if outcome is not None and reference is not None:
                 for name in noise:
                     noise[name] = max(noise[name], measure(name, outcome, reference))
-        taken.pop().restore()
+        snapshots.pop().restore()
         after.restore()
         result = []
         for item in found:
@@ -522,12 +522,12 @@ class CheckedEagerCall(CheckedCall):
         mismatches = differences(outcome, ended.outcome)
         if any(self.gather(len(mismatches))):
 
-            def kept() -> str:
+            def take_snapshot() -> str:
                 self.before = Snapshot(self.binding, self.arguments)
                 python.append(PythonState(*self.roots))
                 return ""
 
-            if not self.refused(kept):
+            if not self.refused(take_snapshot):
                 mismatches = self.beyond_spread(mismatches, ended.outcome)
                 python.pop().restore()
             self.raise_mismatch(mismatches)
