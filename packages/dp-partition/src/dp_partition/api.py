@@ -293,7 +293,7 @@ class DistributedStep(Step):
         raise errors.
 
         Args:
-            writeback: Keep values written to the parameters.
+            writeback: Keep values written to the parameters, those before an error in the block too.
         """
         return self._runner.eager.unsharded(writeback=writeback)
 
@@ -344,7 +344,8 @@ class CompiledStep(Step):
         raise errors. A step that shares another's parameters unshards the same ones.
 
         Args:
-            writeback: Keep values written to the parameters. A nested block leaves that to the outer one.
+            writeback: Keep values written to the parameters, also after an error. A nested block leaves that to the
+                outer one.
         """
         self._runner.bound()  # not before the first call
         return unsharded(self._runner.owner.bound(), writeback)  # a step that shares has no parameters of its own

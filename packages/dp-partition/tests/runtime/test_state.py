@@ -55,6 +55,28 @@ def test_a_block_within_a_block(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("door", [dp.distribute, dp.compile])
+def test_what_a_block_has_written_stays_after_an_error(ranks: Ranks, door: Any) -> None:
+    """As on one device: a caught error of an evaluation took them back without a word."""
+    model = models.seeded(models.mlp)
+    optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = door(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    for _ in range(3):
+        step(model, optim, torch.ones(4, 8))
+    with pytest.raises(KeyError), step.unsharded(), torch.no_grad():  # noqa: PT012 - the error of the block's last line
+        for parameter in model.parameters():
+            parameter.fill_(2.0)
+        raise KeyError("in an evaluation")
+    shards: list[Any] = list(model.parameters())
+    assert len(shards) >= 4 and all(bool((shard.full_tensor() == 2.0).all()) for shard in shards)
+    with pytest.raises(KeyError), step.unsharded(writeback=False), torch.no_grad():  # noqa: PT012 - as above
+        next(model.parameters()).zero_()
+        raise KeyError("in an evaluation")
+    assert bool((shards[0].full_tensor() == 2.0).all())
+    step(model, optim, torch.ones(4, 8))
+
+
+@pytest.mark.ranks(2)
 def test_what_is_called_within_a_block(ranks: Ranks) -> None:
     """`release` within a block left shards in the model that nothing could use; that of a step that shares did too."""
     step, shares, model, optim, x = started(ranks)

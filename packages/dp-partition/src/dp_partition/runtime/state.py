@@ -230,17 +230,22 @@ def full_parameters(roots: Iterable[nn.Module], writeback: bool) -> Iterator[Non
             if module._parameters.get(key) is not None:  # a parameter that the block has removed stays so
                 module._parameters[key] = parameter
             mark_stale(full[id(parameter)], Problem("parameter-replaced", name, found=reason, hint=hint))
-    if writeback:
-        shapes = [(name, tuple(values[id(p)].shape), tuple(p.shape)) for name, _, _, p in places]
-        problems = [
-            Problem("shape-mismatch", n, found=f"{new} in place of {old}") for n, new, old in shapes if new != old
-        ]
-        if problems:
-            raise PlanError(problems)
-        with torch.no_grad():
-            for *_, parameter in places:
-                layout, value = (parameter.device_mesh, parameter.placements), values[id(parameter)].data
-                parameter.copy_(distribute_tensor(value.to(parameter.device), *layout, src_data_rank=None))
+        if writeback:  # after an error, too: on one device what was written stays
+            _write_back({name: (parameter, values[id(parameter)]) for name, _, _, parameter in places})
+
+
+def _write_back(values: Mapping[str, tuple[Any, torch.Tensor]]) -> None:
+    """Write full values into shards, without communication: each rank takes its rows."""
+    if problems := [
+        Problem("shape-mismatch", name, found=f"{tuple(value.shape)} in place of {tuple(shard.shape)}")
+        for name, (shard, value) in values.items()
+        if value.shape != shard.shape
+    ]:
+        raise PlanError(problems)
+    with torch.no_grad():
+        for shard, value in values.values():
+            layout = shard.device_mesh, shard.placements
+            shard.copy_(distribute_tensor(value.data.to(shard.device), *layout, src_data_rank=None))
 
 
 @contextmanager
