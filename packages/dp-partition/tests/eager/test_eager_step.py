@@ -755,3 +755,49 @@ def test_values_of_one_rank_in_parameters_are_found(ranks: Ranks) -> None:
     with pytest.raises(PlanError, match="ranks-diverge") as caught:
         _eager(step)((x,), {})
     assert len(caught.value.problems) == 6
+
+
+class Tower(nn.Module):
+    """A model of text with a tower for images, which a batch may lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image, self.head = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, has_image: bool) -> Any:
+        return self.head(self.text(x) + (self.image(x) if has_image else 0))
+
+
+def two_losses(model: Any, x: torch.Tensor, has_image: bool) -> Any:
+    """The tower comes last, so its gradients come first: before FSDP2 knows of a backward pass."""
+    return model.text(x).square().mean() + (model.image(x).square().mean() if has_image else 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("whose", ["rank 0's", "in turns"])
+@pytest.mark.parametrize("loss_of", [two_losses, lambda model, x, has: model(x, has).square().mean()])
+def test_a_branch_that_one_rank_alone_runs(ranks: Ranks, loss_of: Any, whose: str) -> None:
+    """It stays full, and the other rank enters the average of its gradients all the same, behind FSDP2's messages."""
+
+    def train(model: Any, optimizer: Any, x: torch.Tensor, has_image: bool) -> float:
+        loss = loss_of(model, x, has_image)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    warnings.simplefilter("ignore")  # of what stays full
+    values: list[list[torch.Tensor]] = []
+    for style in ("replicate", "fully_shard"):
+        torch.manual_seed(0)
+        model = Tower().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = dp.distribute(train, mesh=ranks.mesh((2,), ("dp",)), style=style)  # type: ignore[arg-type]
+        for call in range(6):
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2 * call + ranks.rank)).double()
+            step(model, optimizer, x, ranks.rank == (call % 2 if whose == "in turns" else 0))
+        step.release()
+        values.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*values, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+    assert len(values[0]) == 6

@@ -33,6 +33,7 @@ from dp_partition._torch_compat import (
     group_like,
     has_gradient_hooks,
     hooks_after_accumulation,
+    pytree,
     unflatten,
 )
 from dp_partition.passes.bucketing import divisors
@@ -102,6 +103,7 @@ class _Pass:
     buckets: list[_Bucket] = field(default_factory=list)
     is_known: bool = False
     launched: int = 0
+    is_entered: bool = False  # whether the present run has begun: on this rank it may reach no parameter
     arrived: set[int] = field(default_factory=set)
     bucket_of: dict[int, _Bucket] = field(default_factory=dict)
     sparse: list[int] = field(default_factory=list)  # parameters with sparse gradients, each sent by itself
@@ -111,7 +113,7 @@ class _Pass:
 
     def reset(self) -> None:
         """Start anew: what the last run of the pass reached and sent counts no more."""
-        self.launched, self.arrived, self.entry = 0, set(), None
+        self.launched, self.is_entered, self.arrived, self.entry = 0, False, set(), None
         self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.members}
         for bucket in self.buckets:
             bucket.arrived = 0
@@ -183,7 +185,7 @@ class GradientReducer:
             if any(hooks_after_accumulation(p) > 1 for p in self.parameters):  # in the block: peers raise as well
                 raise PlanError(Problem("parameter-hooks", self.name, found=LOCAL_HOOK, hint=HOOK_HINT))
             yield
-            if any(backward.arrived for backward in passes):  # gradients of some parameters are this rank's alone
+            if any(backward.is_entered for backward in passes):  # gradients of some parameters are this rank's alone
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         except Exception as error:
             if not self._meetings.has_raised:
@@ -210,9 +212,9 @@ class GradientReducer:
                 current.entry[1].wait()
                 if any(current.entry[0].tolist()):
                     return  # the peers are not in this pass, and raise by this message
-            if current.arrived and current.is_known:
+            if current.is_entered and current.is_known:
                 self._send(current, failed=True)
-            elif current.arrived:
+            elif current.is_entered:
                 self._exchange(current.arrived, failed=True)
             elif self._call.meets:
                 self._meetings.send(_FAILED)[1].wait()
@@ -225,6 +227,40 @@ class GradientReducer:
         if self._call.index == len(self._call.passes):
             self._call.passes.append(_Pass())
         return self._call.passes[self._call.index]
+
+    def enter(self) -> None:
+        """Begin the present run of a backward pass, if none has begun: all ranks enter it, whatever they reach there.
+
+        Raises:
+            PlanError: ``backward-failed`` if the last one ended by an error that the step has caught.
+        """
+        current = self._current()
+        if current.is_entered and current.end() is None:  # autograd drops the callback with a pass that failed
+            raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
+        if not current.is_entered:
+            # Held by autograd alone. It queues the last part behind FSDP2's callback, which sends, on all ranks alike.
+            end = partial(after_backward, self._finalize_backward)
+            current.end, current.is_entered = weakref.ref(end), True
+            after_backward(end)
+            current.entry = self._meetings.send(_RUNNING) if self._call.meets else None
+            current.are_in = current.entry is None
+
+    def enter_behind(self, unit: nn.Module) -> Any:
+        """Enter a pass where gradients come to the output of a unit of FSDP2; return the hook's handle.
+
+        A rank that runs no module of full parameters in a call, such as a vision tower, has nothing else that shows it.
+        """
+
+        def reached(gradient: torch.Tensor) -> None:
+            if self._call.runs:
+                self.enter()
+
+        def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+            for x in pytree.tree_leaves(output) if self._call.runs and torch.is_grad_enabled() else ():
+                if isinstance(x, torch.Tensor) and x.requires_grad:
+                    x.register_hook(reached)
+
+        return unit.register_forward_hook(torch.compiler.disable(watch))
 
     def _mark_ready(self, index: int, parameter: torch.Tensor) -> None:
         if not self._call.runs:
@@ -239,14 +275,7 @@ class GradientReducer:
                     hint="use sparse=False in the embedding",
                 )
             )
-        if current.arrived and current.end() is None:  # autograd drops the callback with a pass that failed
-            raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
-        if not current.arrived:
-            end = partial(self._finalize_backward)  # held by autograd alone
-            current.end = weakref.ref(end)
-            after_backward(end)
-            current.entry = self._meetings.send(_RUNNING) if self._call.meets else None
-            current.are_in = current.entry is None
+        self.enter()
         bucket = current.bucket_of.get(index)
         if bucket is not None and index not in current.arrived:
             bucket.arrived += 1  # a count: many small gradients would search a set for each arrival
@@ -279,7 +308,7 @@ class GradientReducer:
             current.is_known = bool(current.buckets)
         extra = self._send(current)
         if extra:  # reached on some rank in this pass for the first time
-            more = _Pass(self._buckets(extra), True, 0, current.arrived)
+            more = _Pass(self._buckets(extra), is_known=True, arrived=current.arrived)
             self._send(more)
             current.buckets = self._buckets({i for b in current.buckets for i in b.members} | extra)
         for index in current.sparse:  # a rank that failed has been heard of by now

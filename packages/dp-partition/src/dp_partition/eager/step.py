@@ -290,7 +290,8 @@ class EagerStep:
         )
         self.reducer = GradientReducer(full, group, self.settings.comm, self.name)
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
-        handles = state.hook_placed(reach.modules, reach.optimizers, take)
+        handles = [self.reducer.enter_behind(unit) for unit in units.modules] if is_mixed else []
+        handles += state.hook_placed(reach.modules, reach.optimizers, take)
         compare_optimizers()
         for optimizer in reach.optimizers:
             vars(optimizer)[COMPARED] = True
