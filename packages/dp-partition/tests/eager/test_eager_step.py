@@ -796,7 +796,7 @@ def test_a_branch_that_one_rank_alone_runs(ranks: Ranks, loss_of: Any, whose: st
         torch.manual_seed(0)
         model = Tower().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        step = dp.distribute(train, mesh=ranks.mesh((2,), ("dp",)), style=style)  # type: ignore[arg-type]
+        step = dp.distribute(train, mesh=ranks.mesh((2,), ("dp",)), style=style)
         for call in range(6):
             x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2 * call + ranks.rank)).double()
             step(model, optimizer, x, ranks.rank == (call % 2 if whose == "in turns" else 0))
