@@ -461,8 +461,8 @@ class PlacedShards:
         problems = self.memory.moved()
         if hooked := [name for name, p in self.parameters.items() if has_gradient_hooks(p)]:
             hint = "use register_post_accumulate_grad_hook, or release() first: the next call keeps it full"
-            found = "a gradient hook since it is in shards would never run"
-            problems = [*problems, *(Problem("parameter-hooks", name, found=found, hint=hint) for name in hooked)]
+            reason = "a gradient hook since it is in shards would never run"
+            problems = [*problems, *(Problem("parameter-hooks", name, found=reason, hint=hint) for name in hooked)]
         if problems:
             raise PlanError(problems)
 
@@ -477,8 +477,8 @@ class PlacedShards:
             foreign = [n for n, p in held.items() if not isinstance(p, nn.Parameter | None)]
             if foreign and self.runs:
                 hint = 'call it in call 1, too, which keeps them full; or use style="replicate"'
-                found = "another tensor in the place of a parameter in shards, which FSDP2 ignores"
-                raise PlanError([Problem("parameter-replaced", name, found=found, hint=hint) for name in foreign])
+                reason = "another tensor in the place of a parameter in shards, which FSDP2 ignores"
+                raise PlanError([Problem("parameter-replaced", name, found=reason, hint=hint) for name in foreign])
             self.order = zlib.crc32(number.to_bytes(4, "little"), self.order) if self.runs else self.order
 
         outside_of_graphs: Callable[..., None] = torch.compiler.disable(note)
