@@ -48,12 +48,11 @@ def test_numbers_of_shards_between_calls(ranks: Ranks, door: Any) -> None:
         try:
             number = read(shard)
         except dp.PlanError as error:
-            assert "[local-shard-as-full]" in str(error) and "unsharded" in str(error), name
-            refused.append(name)
+            refused.append(str(error))
         else:  # some versions of torch gather the flags of `all()` themselves
             with step.unsharded():
                 assert number == read(model[0].weight), name
-    assert len(refused) >= 5
+    assert len(refused) >= 5 and all("[local-shard-as-full]" in text and "unsharded" in text for text in refused)
     if door is dp.distribute:
         handle = shard.register_hook(lambda gradient: gradient * 0)
         with pytest.raises(dp.PlanError, match=r"\[parameter-hooks\].*0.weight.*release"):
