@@ -390,7 +390,7 @@ def refuse_number_reads(refuse: Callable[[Any], None]) -> None:
         refuse(args[0])
         if torchs is not None:
             return torchs(op, args, kwargs)
-        del table[read]
+        table.pop(read, None)  # torch looks the handler up in each dispatch: without one the read is its own
         try:
             return op(*args, **kwargs)
         finally:

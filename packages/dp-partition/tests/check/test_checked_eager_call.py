@@ -170,7 +170,7 @@ def test_a_planted_mistake_raises_on_all_ranks(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("what", ["Snapshot", "copy_step"])
 def test_a_mismatch_is_raised_on_all_ranks_where_one_has_no_memory_for_a_spread(ranks: Ranks, what: str) -> None:
     """The spread of right runs takes two snapshots, then a copy for each run; two copies are the check's own."""
-    done, real = 0, getattr(checked_call, what)
+    real = getattr(checked_call, what)
     for fails_at in (1, 2) if what == "Snapshot" else (3, 4):
         done = 0
 

@@ -788,7 +788,7 @@ def test_a_branch_that_one_rank_alone_runs(ranks: Ranks, loss_of: Any, whose: st
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return cast(float, loss.item())
 
     warnings.simplefilter("ignore")  # of what stays full
     values: list[list[torch.Tensor]] = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -61,14 +60,14 @@ def _refuse_part(value: DTensor) -> None:
         raise PlanError(
             Problem(
                 "local-shard-as-full",
-                found="a number of shards is read between calls: it would be this rank's part of a sum",
+                found="the number that is read is this rank's part of a reduction over shards",
                 hint="read it within `with step.unsharded():`, which every rank enters, or call full_tensor() on every"
                 " rank",
             )
         )
 
 
-refuse_parts = functools.cache(partial(refuse_number_reads, _refuse_part))  # once for the process
+refuse_parts = functools.cache(functools.partial(refuse_number_reads, _refuse_part))  # once for the process
 
 
 def own_mesh(mesh: Any) -> DeviceMesh:

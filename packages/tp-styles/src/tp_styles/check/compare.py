@@ -52,6 +52,7 @@ class Comparison:
         if {len(metas) for metas, *_ in everyone} != {len(wanted)}:  # on any rank
             self.rows.append(Row("output", "structure", reason=f"{count} tensors, {len(wanted)} originally"))
             return []
+        # In rank 0's order: each rank has noted its own.
         written = [name for name in everyone[0][1] if all(name in metas for _, metas, _ in everyone)]
         ours += [(Place(name, 0), sharded.written[name]) for name in written]
         wanted += [(Place(name, 0), reference.written[name]) for name in written]
