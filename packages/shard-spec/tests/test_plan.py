@@ -20,7 +20,7 @@ from shard_spec import (
     ShardingPlan,
     topology_preset,
 )
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
+from shard_spec.plan.resolve import ModelMetadata, TensorMetadata
 from torch import nn
 
 RULES = {

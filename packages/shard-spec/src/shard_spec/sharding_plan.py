@@ -12,11 +12,9 @@ from shard_spec.estimate.memory import Memory, memory_of
 from shard_spec.estimate.optimizers import OptimizerLike, choose_optimizer
 from shard_spec.formatting import human_ranks
 from shard_spec.layout.mesh import MeshLike, as_mesh
-from shard_spec.plan.content import PlanContent
-from shard_spec.plan.globs import glob_rules
-from shard_spec.plan.metadata import ModelMetadata
-from shard_spec.plan.resolve import Resolution, examine, plan_problems, resolve
-from shard_spec.report.explain import PlanDiff, diff, explain
+from shard_spec.plan.content import PlanContent, glob_rules
+from shard_spec.plan.resolve import ModelMetadata, Resolution, examine, plan_problems, resolve
+from shard_spec.report import PlanDiff, diff, explain
 
 if TYPE_CHECKING:
     from torch import nn

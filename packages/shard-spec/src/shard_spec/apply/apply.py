@@ -36,9 +36,8 @@ from shard_spec.apply.handle import (
 )
 from shard_spec.distributed import broadcast_, group_or_default, on_all_ranks, source_problems, take
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.mesh import ROLE_BY_NAME, MeshSpec
 from shard_spec.layout.placements import ReplicateSpec
-from shard_spec.plan.axis_roles import ROLE_BY_NAME
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import examine, merged_problems, plan_problems
 

@@ -31,11 +31,10 @@ from shard_spec.cli.sources import (
 from shard_spec.cli.usage import UsageError
 from shard_spec.estimate.memory import STEP_PARTS, Memory
 from shard_spec.formatting import Table
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.axis_roles import DATA_ROLES, ROLE_BY_NAME
-from shard_spec.plan.metadata import ModelMetadata, metadata_of
+from shard_spec.layout.mesh import DATA_ROLES, ROLE_BY_NAME, MeshSpec
+from shard_spec.plan.resolve import ModelMetadata, metadata_of
 from shard_spec.planners import FullyShardPlanner, LayoutPlanner, MegatronPlanner, compose
-from shard_spec.report.explain import near_names
+from shard_spec.report import near_names
 from shard_spec.sharding_plan import ShardingPlan
 
 _MAX_RANKS = 1 << 17
@@ -325,7 +324,7 @@ def _report(
                 hint += ", ".join(f"{name} ({human_bytes(size)})" for name, size in largest)
             problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=hint))
         if arguments.html:
-            from shard_spec.report.html import html_report
+            from shard_spec.report import html_report
 
             title = "/".join(Path(arguments.model).parts[-2:])
             _write(arguments.html, html_report(plan, metadata, memory, communication, limit=limit, title=title))

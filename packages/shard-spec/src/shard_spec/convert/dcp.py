@@ -24,8 +24,7 @@ from shard_spec.distributed import split
 from shard_spec.layout.layout import Box, Layout
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.from_module import layout_of_tensor
-from shard_spec.plan.metadata import ModelMetadata
-from shard_spec.plan.resolve import resolve
+from shard_spec.plan.resolve import ModelMetadata, resolve
 
 _METHODS = ("size", "dim", "numel", "element_size", "__repr__", "is_floating_point", "is_complex")
 _PROPERTIES = ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "is_sparse")

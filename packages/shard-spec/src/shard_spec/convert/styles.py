@@ -18,10 +18,8 @@ from shard_spec.distributed import dtensor_placement, dtensor_specs
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import REPLICATE, InterleavedShard, PlacementSpec, ReplicateSpec, ShardSpec
-from shard_spec.plan.content import PlanContent, is_spec, to_layout
-from shard_spec.plan.globs import glob_rules
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
-from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.plan.content import PlanContent, glob_rules, is_spec, to_layout
+from shard_spec.plan.resolve import ModelMetadata, Resolution, TensorMetadata, metadata_of, resolve
 
 if TYPE_CHECKING:
     from torch import nn

@@ -36,33 +36,29 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import engine_references, memory_of, on_every_operator
 from shard_spec.estimate.exchanges import Exchanges, Stages, stages_of, watch_stages
-from shard_spec.estimate.fully_shard import (
+from shard_spec.estimate.kernels import Autocast, copied_operands, flops_of, run_operator, uncounted_workspace
+from shard_spec.estimate.step_options import (
+    Batch,
     FullyShard,
+    Loss,
     Schedule,
+    StepOptions,
     block_names,
+    expert_modules,
+    forward_inputs,
+    is_embedding,
+    is_token_batch,
     mapped,
+    policy_of,
+    role,
     tensors_of,
     unit_bytes,
     unit_transfers,
     units_of,
 )
-from shard_spec.estimate.kernels import Autocast, copied_operands, flops_of, run_operator, uncounted_workspace
-from shard_spec.estimate.repeats import SkippedBlocks, repeated_groups
-from shard_spec.estimate.step_options import (
-    Batch,
-    Loss,
-    StepOptions,
-    expert_modules,
-    forward_inputs,
-    is_embedding,
-    is_token_batch,
-    policy_of,
-    role,
-)
-from shard_spec.estimate.timeline import Allocation, Groups, Timeline, expanded
-from shard_spec.plan.axis_roles import AxisRoles
-from shard_spec.plan.metadata import ModelMetadata, original_of
-from shard_spec.plan.resolve import Resolution
+from shard_spec.estimate.timeline import Allocation, Groups, SkippedBlocks, Timeline, expanded, repeated_groups
+from shard_spec.layout.mesh import AxisRoles
+from shard_spec.plan.resolve import ModelMetadata, Resolution, original_of
 
 _MAX_VALUES = 1 << 22  # a causal mask of 2,048 x 2,048
 _PRODUCTS = (

@@ -2,7 +2,7 @@
 
 A topology says how fast links and matmuls of a machine are.
 
-Along data axes by units (see :mod:`shard_spec.estimate.fully_shard`), to the byte. Along model axes a step runs on
+Along data axes by units (see :mod:`shard_spec.estimate.step_options`), to the byte. Along model axes a step runs on
 shapes (see :mod:`shard_spec.estimate.activations`): tensor-parallel training moves activations at each boundary.
 """
 
@@ -19,10 +19,16 @@ from typing import Any
 from shard_spec._shared.page import human_bytes
 from shard_spec.estimate.activations import Step
 from shard_spec.estimate.exchanges import Stages, of_fullest_stage, stages_of
-from shard_spec.estimate.fully_shard import Transfer, unit_transfers
 from shard_spec.estimate.memory import MemorySettings, owned_matrices
 from shard_spec.estimate.optimizers import OptimizerChoice
-from shard_spec.estimate.step_options import StepOptions, expert_modules, policy_of, uncounted_axes
+from shard_spec.estimate.step_options import (
+    StepOptions,
+    Transfer,
+    expert_modules,
+    policy_of,
+    uncounted_axes,
+    unit_transfers,
+)
 from shard_spec.formatting import Table
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.resolve import Resolution

@@ -15,7 +15,6 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.estimate.exchanges import Stages, stages_of
-from shard_spec.estimate.fully_shard import unit_transfers
 from shard_spec.estimate.optimizers import (
     OPTIMIZERS,
     OptimizerChoice,
@@ -27,12 +26,11 @@ from shard_spec.estimate.optimizers import (
     owned_by_ranks,
     redundancy_free,
 )
-from shard_spec.estimate.step_options import StepOptions
+from shard_spec.estimate.step_options import StepOptions, unit_transfers
 from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, require_floating
-from shard_spec.plan.resolve import Resolution
+from shard_spec.plan.resolve import ModelMetadata, Resolution, TensorMetadata, require_floating
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
 STEP_PARTS = ("activations", "gathered", "logits and loss", "optimizer step", "gradients to come", "DDP buckets")

@@ -29,7 +29,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import live_bytes_of
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.placements import InterleavedShard
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
+from shard_spec.plan.resolve import ModelMetadata, TensorMetadata
 
 Shape: TypeAlias = tuple[int, ...]
 

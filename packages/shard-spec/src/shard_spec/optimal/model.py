@@ -309,7 +309,7 @@ class Workload:
 
 StrategyPerAxis = tuple[Strategy, ...]  # one per axis
 
-# Role of an axis (see `shard_spec.plan.axis_roles`) -> names of the strategies along it.
+# Role of an axis (see `shard_spec.layout.mesh`) -> names of the strategies along it.
 ROLE_STRATEGIES = {
     "data": {"batch", "batch+fsdp"},
     "context": {"sequence", "sequence+fsdp", "heads", "fsdp", "whole"},

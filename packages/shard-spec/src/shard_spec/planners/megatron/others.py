@@ -13,17 +13,21 @@ from torch import nn
 
 from shard_spec._shared.problems import Problem
 from shard_spec.layout.placements import AnyShard, BlockShard, InterleavedShard, ShardSpec
-from shard_spec.planners.megatron.attention import OUTPUT_BLOCK, Placed, column_cuts, evidence_of, unverified
 from shard_spec.planners.megatron.blocks import (
+    OUTPUT_BLOCK,
     POSITION_WORDS,
     Context,
     Cut,
     Evidence,
     Found,
+    Placed,
     Region,
     TPBlock,
     TPBlockKind,
+    column_cuts,
+    evidence_of,
     leaf,
+    unverified,
 )
 from shard_spec.planners.modules.block_simulator import (
     LinearView,

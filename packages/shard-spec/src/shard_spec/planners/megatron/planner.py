@@ -11,7 +11,6 @@ from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshLike
 from shard_spec.planners.base import Decisions, LayoutPlanner, merge_notes
-from shard_spec.planners.megatron.attention import find_attention, not_lent
 from shard_spec.planners.megatron.blocks import (
     POSITION_WORDS,
     Context,
@@ -21,6 +20,8 @@ from shard_spec.planners.megatron.blocks import (
     Options,
     TPBlock,
     TPBlockKind,
+    find_attention,
+    not_lent,
 )
 from shard_spec.planners.megatron.others import find_experts, find_mlps, find_multihead_attention, find_vocabulary
 from shard_spec.planners.modules.block_simulator import join
