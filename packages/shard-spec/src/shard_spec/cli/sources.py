@@ -125,11 +125,14 @@ def store_quantized(path: Any, model: nn.Module, settings: dict[str, Any]) -> No
     count = 0
     for module in _converted(path, model, settings):
         for parameter in module.parameters(recurse=False):
-            if method == "mxfp4" and parameter.dim() == 3:
-                stored = _mxfp4_bytes(tuple(parameter.shape))
+            *stacked, rows, columns = parameter.shape if parameter.dim() > 1 else (0, 0)
+            if method == "mxfp4" and parameter.dim() == 3:  # (experts, in, out): two values a byte, a scale for 32
+                stored = stacked[0] * columns * (-(-rows // 2) + -(-rows // 32))
             elif method == "fp8" and parameter.dim() == (2 if isinstance(module, nn.Linear) else 3):
+                # (..., out, in): a scale of one byte or four for each block, or for each matrix.
+                blocks = 1 if block is None else -(-rows // block[0]) * -(-columns // block[1])
                 scale = 1 if settings.get("scale_fmt") == "ue8m0" else 4
-                stored = _fp8_bytes(tuple(parameter.shape), block, scale)
+                stored = parameter.numel() + prod(stacked) * blocks * scale
             else:
                 continue  # a bias stays plain
             parameter.requires_grad_(False)
@@ -157,19 +160,6 @@ def _converted(path: Any, model: nn.Module, settings: dict[str, Any]) -> list[nn
         if (name.endswith(".experts") or (type(module) is nn.Linear and not of_experts))
         and should_convert_module(name, full)
     ]
-
-
-def _mxfp4_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of experts of shape (experts, in, out): two values a byte, and a scale byte for 32 of ``in``."""
-    experts, inputs, outputs = shape
-    return experts * outputs * (-(-inputs // 2) + -(-inputs // 32))
-
-
-def _fp8_bytes(shape: tuple[int, ...], block: list[int] | None, scale: int) -> int:
-    """Return the bytes of a weight of shape (..., out, in): ``scale`` more for each block or matrix."""
-    *stacked, rows, columns = shape
-    blocks = 1 if block is None else -(-rows // block[0]) * -(-columns // block[1])
-    return prod(shape) + prod(stacked) * blocks * scale
 
 
 _MAX_NUMEL = 1 << 58  # bytes fit in int64 for any dtype
@@ -331,10 +321,10 @@ def _header(path: Path) -> list[TensorMetadata]:
     return tensors
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path | str) -> str:
     """Read an untrusted UTF-8 file of bounded length."""
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)  # one byte more shows excess
         if len(data) > MAX_BYTES:  # read() stopped one byte later
             raise UsageError(f"{path} has more than {human_bytes(MAX_BYTES)}")
@@ -348,11 +338,6 @@ def _read_json(path: Path) -> Any:
         return json_values(read_text(path), floats=True)
     except ValueError as error:
         raise UsageError(f"cannot read {path}: {error}") from None
-
-
-def load(arguments: argparse.Namespace) -> nn.Module | ModelMetadata:
-    """Return the model."""
-    return load_model(arguments.model, dequantize=arguments.dequantize)
 
 
 def data_axes_of(arguments: argparse.Namespace) -> list[str] | None:

@@ -57,7 +57,7 @@ from shard_spec.estimate.step_options import (
     units_of,
 )
 from shard_spec.estimate.timeline import Allocation, Groups, SkippedBlocks, Timeline, expanded, repeated_groups
-from shard_spec.layout.mesh import AxisRoles
+from shard_spec.layout import AxisRoles
 from shard_spec.plan.resolve import ModelMetadata, Resolution, original_of
 
 _MAX_VALUES = 1 << 22  # a causal mask of 2,048 x 2,048

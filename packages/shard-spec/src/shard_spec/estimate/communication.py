@@ -30,7 +30,7 @@ from shard_spec.estimate.step_options import (
     unit_transfers,
 )
 from shard_spec.formatting import Table
-from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout import MeshSpec
 from shard_spec.plan.resolve import Resolution
 
 
@@ -366,9 +366,8 @@ def _sums_of_copies(resolution: Resolution, stages: Stages, options: StepOptions
     """Return the sums of gradients of tied weights, which lie on several stages."""
     sums = []
     dtype = policy_of(options)["reduce_dtype"] or options.get("dtype")
-    for tensor in resolution.metadata.parameters:
-        layout = resolution.layouts.get(tensor.name)
-        if layout is None or not tensor.requires_grad or not (copies := stages.copies(tensor, layout)):
+    for tensor, layout in resolution.placed():
+        if tensor.kind != "parameter" or not tensor.requires_grad or not (copies := stages.copies(tensor, layout)):
             continue
         for stage in (layout.stages[stages.axis], *copies):
             size = tensor.bytes_of(prod(layout.local_shape(layout.first_rank, tensor.shape)), dtype)
@@ -383,9 +382,11 @@ def _of_optimizer(
     mesh, dtype = resolution.one_mesh, options.get("dtype")
     transfers, lines = [], []
     for axis in (axis for axis in data if options.get("zero") and mesh.axis_size(axis) > 1):
-        trained = (each for each in resolution.metadata.parameters if each.requires_grad and each.is_floating)
-        held = ((each, resolution.layouts[each.name]) for each in trained if each.name in resolution.layouts)
-        size = sum(each.bytes_of(prod(at.local_shape(at.first_rank, each.shape)), dtype) for each, at in held)
+        size = sum(
+            each.bytes_of(prod(layout.local_shape(layout.first_rank, each.shape)), dtype)
+            for each, layout in resolution.placed()
+            if each.trains
+        )
         transfers.append(Transfer(axis, "all_gather", "parameters", "", size, 1, mesh.axis_size(axis)))
     owned = owned_matrices(resolution, MemorySettings(optimizer, True, dtype))
     if owned is not None and (world := mesh.world_size) > 1:

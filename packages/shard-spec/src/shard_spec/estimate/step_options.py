@@ -31,9 +31,7 @@ from torch import nn
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._torch_compat import map_tensors
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import AxisRoles, MeshSpec
-from shard_spec.layout.placements import SpecialShard, StageShard
+from shard_spec.layout import AxisRoles, Layout, MeshSpec, SpecialShard, StageShard
 from shard_spec.plan.resolve import ModelMetadata, Resolution, TensorMetadata, require_floating
 
 Loss: TypeAlias = "str | Callable[[Any, Any], torch.Tensor] | None"
@@ -564,7 +562,7 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
             for axis in data_axes:
                 if mesh.axis_size(axis) == 1 or (axis in stays and role(tensor, layout, axis) != "whole"):
                     continue
-                trains, is_whole = tensor.requires_grad and tensor.is_floating, role(tensor, layout, axis) == "whole"
+                trains, is_whole = tensor.trains, role(tensor, layout, axis) == "whole"
                 size = tensor.bytes_of(numel, compute)
                 reduced = tensor.bytes_of(numel, reduce)
                 if is_whole and trains and not tensor.sparse_grad:

@@ -22,7 +22,6 @@ from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -220,10 +219,11 @@ class MeshSpec:
                 mesh is not in the default group, ``missing-dependency`` if this torch cannot order groups as needed.
         """
         import torch
-        import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
 
-        if not (dist.is_available() and dist.is_initialized()):
+        from shard_spec._torch_compat import can_order_groups, mesh_without_groups
+
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise PlanError(
                 Problem(
                     "no-process-group",
@@ -231,7 +231,7 @@ class MeshSpec:
                     hint="call torch.distributed.init_process_group first; planning needs no process group",
                 )
             )
-        world = dist.get_world_size()
+        world = torch.distributed.get_world_size()
         if max(self.ranks) >= world:
             raise PlanError(
                 Problem(
@@ -246,7 +246,7 @@ class MeshSpec:
         unsorted = [members for along in groups for members in along if list(members) != sorted(members)]
         if not unsorted:
             return DeviceMesh(device_type, ranks, mesh_dim_names=self.axis_names)
-        if not _torch_compat.can_order_groups():
+        if not can_order_groups():
             raise PlanError(
                 Problem(
                     "missing-dependency",
@@ -263,11 +263,11 @@ class MeshSpec:
         for members in (members for along in groups for members in along):
             # torch would sort the ranks; on a rank outside of it it returns no group.
             ordered: dict[str, Any] = {} if list(members) == sorted(members) else {"sort_ranks": False}
-            group = dist.new_group(list(members), **ordered)
-            own += [group] if isinstance(group, dist.ProcessGroup) else []
+            group = torch.distributed.new_group(list(members), **ordered)
+            own += [group] if isinstance(group, torch.distributed.ProcessGroup) else []
         # from_group() needs a group of this rank.
-        if dist.get_rank() not in self.ranks:  # it took part in the groups above
-            return _torch_compat.mesh_without_groups(device_type, ranks, self.axis_names)  # type: ignore[no-any-return]  # a DeviceMesh
+        if torch.distributed.get_rank() not in self.ranks:  # it took part in the groups above
+            return mesh_without_groups(device_type, ranks, self.axis_names)  # type: ignore[no-any-return]  # a DeviceMesh
         if self.ndim == 1:
             return DeviceMesh.from_group(own[0], device_type, mesh_dim_names=self.axis_names)
         return DeviceMesh.from_group(own, device_type, mesh=ranks, mesh_dim_names=self.axis_names)

@@ -34,7 +34,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
-from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -329,7 +328,9 @@ def placement_spec(placement: object) -> PlacementSpec:
             return PartialSpec(placement.reduce_op)
         if isinstance(placement, types.Shard):
             return ShardSpec(placement.dim)
-        factor = _torch_compat.strided_shard_factor(placement)  # _StridedShard is private
+        from shard_spec._torch_compat import strided_shard_factor  # imports torch, as an object of torch has done
+
+        factor = strided_shard_factor(placement)  # _StridedShard is private
         if factor is not None:  # a strided shard
             return InterleavedShard(placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
     raise PlanError(

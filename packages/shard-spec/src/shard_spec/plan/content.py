@@ -39,9 +39,18 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshLike, MeshSpec, as_mesh, role_problems
-from shard_spec.layout.placements import PlacementLike, SpecialShard, layout_items, parse_placement, placement_spec
+from shard_spec.layout import (
+    Layout,
+    MeshLike,
+    MeshSpec,
+    PlacementLike,
+    SpecialShard,
+    as_mesh,
+    layout_items,
+    parse_placement,
+    placement_spec,
+    role_problems,
+)
 from shard_spec.specs import Sharder, ShardingSpec, as_spec
 
 MAX_BYTES = 64 * 2**20
@@ -193,31 +202,6 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
 
 MAX_RULES = 1_000_000
 _KEYS = {"format", "version", "mesh", "strict", "rules", "output_plan", "return_local_tensor"}
-
-
-def from_json(text: str | bytes) -> dict[str, Any]:
-    """Read the output of `to_json` as data: nothing is executed or imported by name.
-
-    All else raises ``invalid-plan``. Rules that do not match the model are accepted; ``validate`` lists them.
-    """
-    try:
-        document = json_values(text)
-    except ValueError as error:
-        raise _bad(f"not JSON: {str(error)[:200]}") from None
-    return from_document(document)
-
-
-def from_dict(document: Any) -> dict[str, Any]:
-    """Read the document of `to_json` as values, also in handwritten form; see ``ShardingPlan.from_dict``."""
-    if not isinstance(document, dict):
-        return from_document(document)
-    full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
-    if isinstance(full["mesh"], dict):
-        full["mesh"] = {"ranks": None, **full["mesh"]}
-    for table, key in (full, "rules"), (full, "output_plan"), (full, "axis_roles"), (full["mesh"], "axes"):
-        if isinstance(table, dict) and isinstance(table.get(key), dict):  # the JSON form is a list of pairs
-            table[key] = [[name, value] for name, value in table[key].items()]
-    return from_document(full)
 
 
 def from_document(document: Any) -> dict[str, Any]:
@@ -461,12 +445,18 @@ class PlanContent:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse the output of :meth:`to_json`; safe on untrusted files.
+        """Parse the output of :meth:`to_json`; safe on untrusted files: nothing is executed or imported by name.
+
+        Rules that do not match the model are accepted; ``validate`` lists them.
 
         Raises:
             PlanError: ``invalid-plan``.
         """
-        return cls(**from_json(text))
+        try:
+            document = json_values(text)
+        except ValueError as error:
+            raise _bad(f"not JSON: {str(error)[:200]}") from None
+        return cls(**from_document(document))
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Self:
@@ -477,7 +467,15 @@ class PlanContent:
         Raises:
             PlanError: ``invalid-plan``.
         """
-        return cls(**from_dict(document))
+        if not isinstance(document, dict):
+            return cls(**from_document(document))
+        full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
+        if isinstance(full["mesh"], dict):
+            full["mesh"] = {"ranks": None, **full["mesh"]}
+        for table, key in (full, "rules"), (full, "output_plan"), (full, "axis_roles"), (full["mesh"], "axes"):
+            if isinstance(table, dict) and isinstance(table.get(key), dict):  # the JSON form is a list of pairs
+                table[key] = [[name, value] for name, value in table[key].items()]
+        return cls(**from_document(full))
 
     def on_mesh(self, mesh: MeshSpec) -> Self:
         """Return the same rules on another mesh."""

@@ -20,8 +20,7 @@ from torch.nn.parameter import is_lazy
 from shard_spec._shared.dtypes import FLOATING, ITEM_BYTES
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import AxisRoles, MeshSpec, role_problems, roles_of
+from shard_spec.layout import AxisRoles, Layout, MeshSpec, role_problems, roles_of
 from shard_spec.plan.content import PlanContent, Rule, is_spec, to_layout
 from shard_spec.specs import ShardingSpec, from_torch
 
@@ -91,6 +90,11 @@ class TensorMetadata:
     def numel(self) -> int:
         """Number of elements of the global tensor."""
         return prod(self.shape)
+
+    @property
+    def trains(self) -> bool:
+        """True for a parameter that gets a gradient and optimizer state."""
+        return self.kind == "parameter" and self.requires_grad and self.is_floating
 
 
 @dataclass(frozen=True)
@@ -262,6 +266,10 @@ class Resolution(Mapping[str, Layout]):
     def tensor(self, name: str) -> TensorMetadata:
         """Return the metadata of the tensor called ``name`` (any of its names)."""
         return self._tensors[name]
+
+    def placed(self) -> Iterator[tuple[TensorMetadata, Layout]]:
+        """Yield each tensor with its layout; those that a Sharder takes have none."""
+        yield from ((t, self.layouts[t.name]) for t in self.metadata.tensors if t.name in self.layouts)
 
 
 def resolve(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:

@@ -12,9 +12,7 @@ from torch import nn
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.estimate.step_options import block_names, expert_modules
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshLike, MeshSpec, as_mesh
-from shard_spec.layout.placements import ReplicateSpec, ShardSpec, StageShard
+from shard_spec.layout import Layout, MeshLike, MeshSpec, ReplicateSpec, ShardSpec, StageShard, as_mesh
 from shard_spec.plan.content import glob_rules, pattern_of
 from shard_spec.plan.resolve import metadata_of
 from shard_spec.sharding_plan import ShardingPlan

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.layout.placements import AnyShard, InterleavedShard, ShardSpec
+from shard_spec.layout import AnyShard, InterleavedShard, ShardSpec
 from shard_spec.planners.modules.block_simulator import (
     HEAD_DIM,
     NUM_HEADS,
