@@ -82,7 +82,8 @@ def run_search(arguments: argparse.Namespace) -> int:
         raise UsageError("a planner reads modules, a safetensors file has tensors alone: name a config.json or a model")
     combinations = _combinations(arguments.ranks)
     shown = each_shown("search", combinations, len(combinations), lambda each: f"{each[1]} on {each[0]}")
-    rows = sorted((_cost(model, *each, arguments) for each in shown), key=_rank)
+    metadata = metadata_of(model)  # read once for all
+    rows = sorted((_cost(model, metadata, *each, arguments) for each in shown), key=_rank)
     fits = any(row.fits is not False and row.peak_bytes is not None for row in rows)
     if arguments.json:
         print(json.dumps({"ranks": arguments.ranks, "candidates": [asdict(row) for row in rows]}, indent=1))
@@ -113,7 +114,9 @@ def _combinations(ranks: int) -> list[tuple[dict[str, int], str]]:
     return combinations
 
 
-def _cost(model: nn.Module, axes: dict[str, int], planner: str, arguments: argparse.Namespace) -> Candidate:
+def _cost(
+    model: nn.Module, metadata: ModelMetadata, axes: dict[str, int], planner: str, arguments: argparse.Namespace
+) -> Candidate:
     mesh, text = MeshSpec(axes), ", ".join(f"{axis}={size}" for axis, size in axes.items())
     planners: list[LayoutPlanner] = [MegatronPlanner(mesh)] if "megatron" in planner else []
     planners += [FullyShardPlanner(mesh, "dp")] if "fsdp" in planner else []
@@ -125,11 +128,11 @@ def _cost(model: nn.Module, axes: dict[str, int], planner: str, arguments: argpa
     )
     try:
         plan: ShardingPlan = compose(*planners).build_plan(model) if planners else ShardingPlan({}, mesh=mesh)
-        sharding = {axis for layout in plan.resolve(model).values() for axis in layout.sharded_axes}
+        sharding = {axis for layout in plan.resolve(metadata).values() for axis in layout.sharded_axes}
         if "tp" in axes and "tp" not in sharding:
             return Candidate(text, planner, refused=f"no tensor that tp={axes['tp']} could shard")
         memory = plan.memory(
-            model, optimizer=optimizer_of(arguments), dtype=arguments.dtype, data_axes=options["data_axes"]
+            metadata, optimizer=optimizer_of(arguments), dtype=arguments.dtype, data_axes=options["data_axes"]
         )
         if limit is not None and memory.max_bytes > limit:  # before a step is simulated
             return Candidate(text, planner, memory.max_bytes, fits=False)

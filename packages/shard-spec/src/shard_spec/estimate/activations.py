@@ -43,6 +43,7 @@ from shard_spec.estimate.step_options import (
     Loss,
     Schedule,
     StepOptions,
+    Transfer,
     block_names,
     expert_modules,
     forward_inputs,
@@ -207,7 +208,7 @@ def _simulated(
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
     own_batch = tokens if tokens is not None else (arguments, named)
     step = Step(module, flow, loss, own_batch, roles=roles, metadata=resolution.metadata, autocast=autocast)
-    step.stages = stages_of(resolution)
+    step.stages, step.transfers = stages_of(resolution), tuple(transfers)
     skipped = SkippedBlocks(module, repeated, flow.timeline, flow.axes_of)
     names = [name for name in block_names(resolution.metadata) if name not in skipped.names]
     blocks = [module.get_submodule(name) for name in names]
@@ -270,6 +271,7 @@ class Step(nn.Module):
         self.notes: list[str] = []
         self.input_bytes = Counter[int]()  # of inputs that stay until backward, by stage
         self.stages: Stages | None = None
+        self.transfers: tuple[Transfer, ...] = ()  # of its units along data axes
         self.first_of_loss: Allocation | None = None  # allocation of the logits
         self.flow, self.timeline = flow, flow.timeline
         self.roles = roles

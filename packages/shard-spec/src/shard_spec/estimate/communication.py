@@ -310,7 +310,7 @@ def communication_of(
     mesh = resolution.one_mesh
     roles = resolution.axis_roles(options.get("data_axes"))
     data, model_axes = roles.data, roles.axes("model")
-    transfers = unit_transfers(resolution, roles, options)
+    transfers = unit_transfers(resolution, roles, options) if step is None else [*step.transfers]
     lines = [
         f"data axes (ranks see different samples): {', '.join(data) or 'none'}",
         f"model axes (ranks see the same samples): {', '.join(model_axes) or 'none'}",

@@ -524,8 +524,10 @@ def units_of(metadata: ModelMetadata, units: Iterable[str] | None) -> dict[str, 
             )
     members: dict[str, list[TensorMetadata]] = {name: [] for name in (*names, "")}
     for tensor in metadata.parameters:
-        above = [name for name in names if tensor.name.startswith(f"{name}.")]
-        members[max(above, key=len, default="")].append(tensor)
+        path = tensor.name.rpartition(".")[0]
+        while path not in members:  # the innermost unit around it; the root is around all
+            path = path.rpartition(".")[0]
+        members[path].append(tensor)
     return members
 
 

@@ -97,9 +97,13 @@ class CuttingPlacement(ABC):
     def cut(self, length: int, count: int, index: int) -> list[Interval]:
         """Return rank ``index``'s intervals of ``length`` indices over ``count`` ranks, without empty ones."""
 
+    def parts(self, length: int, count: int) -> list[int]:
+        """Return the local length of each rank along the axis."""
+        return [sum(size for _, size in self.cut(length, count, index)) for index in range(count)]
+
     def lengths(self, length: int, count: int) -> set[int]:
         """Return the distinct local lengths along the axis."""
-        return {sum(size for _, size in self.cut(length, count, index)) for index in range(count)}
+        return set(self.parts(length, count))
 
     def misfit(self, length: int) -> str:
         """Return the reason that it cannot shard ``length`` indices, or ``""``."""

@@ -280,8 +280,13 @@ def resolve(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
 
 
 def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
-    """Resolve as far as possible and collect every problem."""
-    metadata = metadata_of(module)
+    """Resolve as far as possible and collect every problem.
+
+    A plan of layouts keeps its last result: `validate`, `memory` and `communication` of one model resolve it once.
+    """
+    metadata, last = metadata_of(module), vars(plan).get("_resolution")
+    if last is not None and last.metadata == metadata:
+        return last  # type: ignore[no-any-return]  # a Resolution
     problems = list(metadata.problems)  # lazy parameters, for example
     problems += [problem for rule in plan.rules for problem in rule.problems]
     problems += role_problems(plan.axis_roles, plan.mesh) if plan.axis_roles else []
@@ -355,7 +360,10 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     layouts = {name: layout for name, layout in chosen if layout is not None}
     rule_of = {name: each.key if each else "" for name, (each, _) in decided.items()}
     more = tuple(merged_problems(problems, len(plan.rules)) if problems else ()), plan.axis_roles, tensors
-    return Resolution(metadata, layouts, rule_of, matched, sharders, mesh, *more)
+    resolution = Resolution(metadata, layouts, rule_of, matched, sharders, mesh, *more)
+    if all(rule.kind == "layout" for rule in plan.rules):  # a caller's spec is code, which is asked each time
+        vars(plan)["_resolution"] = resolution
+    return resolution
 
 
 def merged_problems(problems: Sequence[Problem], num_rules: int) -> list[Problem]:

@@ -281,12 +281,15 @@ class FullyShardPlanner(LayoutPlanner):
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
         layouts = {}
+        along: dict[tuple[str, ...], Layout] = {}  # many parameters share one
         for name, parameter in module.named_parameters():
             # Blocks of experts lie along one of these axes already.
             used = given[name].sharded_axes if name in given else ()
-            axes = [axis for axis in self.axes if len(self.axes) == 1 or axis not in used]
+            axes = tuple(axis for axis in self.axes if len(self.axes) == 1 or axis not in used)
+            if axes not in along:
+                along[axes] = Layout(self.mesh, dict.fromkeys(axes, ShardSpec(0)), axes if len(axes) > 1 else None)
             if parameter.dim() > 0 and axes:
-                layouts[name] = Layout(self.mesh, dict.fromkeys(axes, ShardSpec(0)), axes if len(axes) > 1 else None)
+                layouts[name] = along[axes]
         return Decisions(
             layouts, axis_roles={**dict.fromkeys(self.axes, "data"), **dict.fromkeys(self.context, "context")}
         )
