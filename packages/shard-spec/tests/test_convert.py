@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from imported_first import before_ranks  # noqa: F401  # ranktest calls it
 from ranktest import Ranks
 from shard_spec import (
     BlockShard,
