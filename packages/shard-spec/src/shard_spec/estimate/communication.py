@@ -320,7 +320,7 @@ def communication_of(
         lines.append("no batch given: activations are not counted")
     else:
         flow = step.flow
-        for (axis, op, what, name, size, at), count in Counter(step.timeline.all("sent")).items():
+        for (axis, op, what, name, size, at), count in Counter(step.flow.timeline.all("sent")).items():
             if axis in (*model_axes, *roles.axes("expert", "context", "stage")) and mesh.axis_size(axis) > 1:
                 uses, stage = count * options.get("accumulate", 1), at if step.stages is not None else None
                 transfers.append(Transfer(axis, op, what, name, size, uses, mesh.axis_size(axis), stage))
@@ -345,7 +345,7 @@ def communication_of(
     seconds, compute, flops = None, None, 0
     if step is not None:
         products = Counter[int]()  # by stage
-        for each, stage in step.timeline.all("flops"):
+        for each, stage in step.flow.timeline.all("flops"):
             products[stage] += each
         flops = max(products.values(), default=0) * options.get("accumulate", 1)
     if topology is not None:

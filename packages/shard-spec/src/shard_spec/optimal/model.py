@@ -340,20 +340,17 @@ class StepModel:
         key: object
         for index, (operation, choices) in enumerate(zip(self.operations, self.choices, strict=True)):
             sizes = operation.num_elements, operation.matmul_elements, operation.width_out, operation.output_bytes
-            key = (
-                sizes,
-                operation.scores,
-                operation.kept,
-                bool(operation.parameters),
-                id(choices),
-                self._is_inside(index),
-            )
+            owns = bool(operation.parameters)
+            key = sizes, operation.scores, operation.kept, owns, id(choices), self._is_inside(index)
             if key in nodes:
                 problem.add_node_like(nodes[key])
                 continue
+            # Bytes that last from forward to backward: logits do not outlast the loss.
+            lasting = not (operation.output_bytes or self._is_inside(index))
+            kept = operation if lasting else replace(operation, width_out=0)
             nodes[key] = problem.add_node(
                 [self._seconds(operation, strategies) for strategies in choices],
-                [self._kept_bytes(index, strategies) for strategies in choices],
+                [self._bytes(kept, strategies) for strategies in choices],
             )
         for index, operation in enumerate(self.operations):
             for source in {operation.source, operation.residual} - {-1}:
@@ -540,12 +537,6 @@ class StepModel:
         operation, unit = self.operations[index], self._unit_of[index]
         is_stream = operation.strategies is STREAM and operation.residual >= 0
         return self.workload.recompute and is_stream and bool(unit) and self._unit_of[operation.residual] != unit
-
-    def _kept_bytes(self, index: int, strategies: StrategyPerAxis) -> int:
-        """Return the bytes of an operation that last from forward to backward; logits do not outlast the loss."""
-        operation = self.operations[index]
-        lasting = not (operation.output_bytes or self._is_inside(index))
-        return self._bytes(operation if lasting else replace(operation, width_out=0), strategies)
 
     @cached_property
     def _unit_of(self) -> list[str]:
