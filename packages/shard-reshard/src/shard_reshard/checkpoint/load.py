@@ -114,7 +114,8 @@ def load_safetensors(
             between two exchanges leaves a mixture.
         strict: Report tensors of ``out`` that no file fills, and uninitialised buffers outside of files, as problems;
             False leaves both unchanged.
-        casts: As in `reshard_state_dict`: a scaled float8 weight is not cast to bfloat16 without its scale.
+        casts: As in `reshard_state_dict`: a scaled float8 weight is not cast to bfloat16 without its scale, and not
+            read without it where ``unexpected`` leaves the scale out.
         pairs: Quantised weights and their scales, see `Pair`; with ``dequantize=True`` into plain weights of ``out``.
         unexpected: Globs of stored tensors that may lack a destination, and are not read then; "ignore" is ``"*"``.
 
@@ -156,7 +157,7 @@ def load_safetensors(
             targets = {name: fresh.get(id(value), (value, value))[1] for name, value in targets.items()}
             # Meta tensors of a module without values in the files are left out; a mapping's tensors get no memory.
             outs = {n: t for n, t in local_tensors(targets).items() if module is None or not t.is_meta}
-            problems = here.out_problems(targets, outs, {}, atomic, strict)
+            problems = here.out_problems(targets, outs, {}, atomic, strict, casts)
             in_place = None if atomic and len(names) < len(targets) else outs
         except Exception as error:  # memory may be short on one rank
             raise_on_all_ranks(members, error)

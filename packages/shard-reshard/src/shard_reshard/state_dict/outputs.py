@@ -26,9 +26,9 @@ from shard_reshard.execution.exchange import Workspace
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, PieceShardMap
-from shard_reshard.layout.shard_map import torch_dtype
+from shard_reshard.layout.shard_map import dtype_name, torch_dtype
 from shard_reshard.state_dict.agreement import declared_mismatches
-from shard_reshard.state_dict.pairs import Conversion
+from shard_reshard.state_dict.pairs import VALUES, Conversion, apart_problems
 from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove, given_layout
 
 
@@ -155,6 +155,7 @@ class LocalTargets:
         sources: Mapping[str, torch.Tensor],
         atomic: bool,
         strict: bool,
+        casts: str,
     ) -> list[Problem]:
         """Return the problems of ``given`` as ``out`` on this rank (locally ``outs``)."""
         targets = self.plan.outputs
@@ -186,11 +187,18 @@ class LocalTargets:
             if name in targets and not isinstance(value, torch.Tensor):
                 add("wrong-type", f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out=")
         memories = {address(out) for out in planned.values()} if len(planned) < len(outs) else set()
-        for name, out in outs.items() if strict else ():
-            # A tensor tied to a filled one is filled with it.
-            if name not in planned and address(out) not in memories:
-                hint = "leave it out of out=, or pass strict=False"
-                problems.append(Problem("missing-source", name, found="a tensor of out= without a source", hint=hint))
+        # A tensor tied to a filled one is filled with it.
+        left = {name for name, out in outs.items() if name not in planned and address(out) not in memories}
+        if strict:
+            hint = "leave it out of out=, or pass strict=False"
+            found = "a tensor of out= without a source"
+            problems += [Problem("missing-source", name, found=found, hint=hint) for name in outs if name in left]
+        elif casts == "exact":
+            partly = {name for name, value in self.plan.fills.items() if value is None}
+            dtypes = {name: dtype_name(out.dtype) for name, out in outs.items()}
+            found, hint = "which keeps values that it has in out=", f"give both a source, {{source: %r}}; {VALUES}"
+            for names, stays in ((outs.keys() - left, left), (outs.keys() - left - partly, partly)):
+                problems += apart_problems(dtypes, names, stays, found, hint) if stays else []
         if not problems:
             # Tensors tied at the source too move once, and are written once. Ties only here would get two values.
             once = {(memory_of(out), self.plan.aliases.get(name, name)): name for name, out in planned.items()}

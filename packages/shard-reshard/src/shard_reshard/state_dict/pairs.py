@@ -7,9 +7,8 @@ The value of an element is ``quantised * scale``, in every format here; ``weight
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from operator import sub
 from typing import NamedTuple, Protocol
@@ -142,7 +141,9 @@ def as_pairs(pairs: Pair | Iterable[Pair]) -> tuple[Pair, ...]:
 QUANTISED = FLOAT8 | {"int8", "uint8", "int32"}  # int32 holds packed numbers of 4 bits
 _SCALE = re.compile(r"scale|absmax|scb$|quant_state", re.IGNORECASE)
 _ZERO_POINT = re.compile(r"zeros?(_?points?)?$", re.IGNORECASE)
-_VALUES = "casts='values' casts the numbers as they are"
+_PACKED = re.compile(r"(_blocks|_packed)$")
+_FACTOR = re.compile(f"{_SCALE.pattern}|{_ZERO_POINT.pattern}|g_idx$|quant_map$", re.IGNORECASE)
+VALUES = "casts='values' casts the numbers as they are"
 
 
 class TensorDtype(Protocol):
@@ -153,25 +154,57 @@ class TensorDtype(Protocol):
 
 
 class Scales:
-    """Names that look like scales, by module."""
+    """Names that look like scales, by module; with ``all_factors`` also zero points and tables of a format.
 
-    def __init__(self, names: Iterable[str]) -> None:
+    A format keeps more than scales beside a weight: zero points, a permutation of columns (GPTQ's ``g_idx``), a table
+    of values (bitsandbytes' ``quant_map``). Without any of these the numbers of the weight have another value.
+    """
+
+    def __init__(self, names: Iterable[str], all_factors: bool = False) -> None:
         parts = [(name, *name.rpartition(".")[::2]) for name in names]
-        scales = [(module, name) for name, module, leaf in parts if _SCALE.search(leaf)]
+        pattern = _FACTOR if all_factors else _SCALE
+        scales = [(module, name) for name, module, leaf in parts if pattern.search(leaf)]
         outer = [(module.rpartition(".")[0], name) for module, name in scales if "." in module]
         self._by_module, self._by_outer = by_key(scales), by_key(outer)
 
-    def beside(self, name: str) -> str | None:
-        """Return the scale beside a tensor, or None.
+    def all_beside(self, name: str) -> list[str]:
+        """Return the scales beside a tensor.
 
-        For ``up.weight`` that is ``up.weight_scale``, ``up.weight.absmax``, ``up.weight_quantizer._scale``, or else any
-        scale of the module, as ``up.scale_weight``: formats name their scales in many ways.
+        For ``up.weight`` these are ``up.weight.absmax``; else ``up.weight_scale`` and ``up.weight_quantizer._scale``;
+        else any scale of the module, as ``up.scale_weight``: formats name their scales in many ways.
         """
         module, _, leaf = name.rpartition(".")
-        stem = f"{module}." * bool(module) + re.sub(r"(_blocks|_packed)$", "", leaf)
+        stem = f"{module}." * bool(module) + _PACKED.sub("", leaf)
         own = [other for other in self._by_module.get(module, ()) if other != name]
         named = [other for other in (*own, *self._by_outer.get(module, ())) if other.startswith(stem)]
-        return next(chain(self._by_module.get(name, ()), named, own), None)
+        return list(self._by_module.get(name, ())) or named or own
+
+    def beside(self, name: str) -> str | None:
+        """Return the scale beside a tensor, or None."""
+        return next(iter(self.all_beside(name)), None)
+
+
+def apart_problems(
+    dtypes: Mapping[str, str], moved: Collection[str], left: Collection[str], found: str, hint: str
+) -> list[Problem]:
+    """Return the problems of quantised tensors and their scales of which one is ``moved`` and the other ``left``.
+
+    ``dtypes`` are those of all tensors of one side by name. The numbers of a checkpoint under the scales of a model, or
+    the other way round, are values of neither. A mask of integers beside a ``scale`` is no quantised weight: packed
+    numbers have a scale of their own name, or "weight" in theirs.
+    """
+    quantised = [name for name, dtype in dtypes.items() if dtype in QUANTISED]
+    beside, problems = Scales(dtypes if quantised else (), all_factors=True), list[Problem]()
+    for name in quantised:
+        leaf = name.rpartition(".")[2]
+        is_weight = "weight" in leaf or _PACKED.search(leaf) or dtypes[name] in FLOAT8 | {"int8"}
+        for scale in beside.all_beside(name):
+            known = (is_weight and not _FACTOR.search(leaf)) or scale.startswith(name)
+            if known and ((name in moved and scale in left) or (scale in moved and name in left)):
+                first, second = (name, scale) if name in moved else (scale, name)
+                reason = f"moved without {second}, {found}"
+                problems.append(Problem("missing-tensor", first, found=reason, hint=hint % second))
+    return problems
 
 
 def weight_beside(scale: str, dtypes: Mapping[str, TensorDtype]) -> str | None:
@@ -190,21 +223,21 @@ def cast_problem(name: str, source: str, target: str, scales: Scales, out: str) 
         return None
     reason = f"{source} to {target}"
     scale = scales.beside(name) if source in QUANTISED else None
-    scale = scale or (scales.beside(out) if target in QUANTISED else None)
+    scale = scale or (scales.beside(out) if QUANTISED & {source, target} else None)
     if scale is not None:
         act = "dequantize=True" if source in QUANTISED else "quantize=True"
         return Problem(
             "dtype-mismatch",
             name,
             found=f"{reason} without the scale {scale}",
-            hint=f"pass pairs=Pair({name!r}, {scale!r}, block, {act}); {_VALUES}",
+            hint=f"pass pairs=Pair({name!r}, {scale!r}, block, {act}); {VALUES}",
         )
     if loses_values(source, target):
         return Problem(
             "dtype-mismatch",
             name,
             found=f"{reason}, which loses most values",
-            hint=f"quantise with a scale: pairs=Pair({name!r}, scale, block, quantize=True); {_VALUES}",
+            hint=f"quantise with a scale: pairs=Pair({name!r}, scale, block, quantize=True); {VALUES}",
         )
     return None
 

@@ -29,6 +29,7 @@ from shard_reshard.plan import all_ranks_copies
 from shard_reshard.planning import ReshardPlan, make_plan
 from shard_reshard.state_dict.pairs import (
     QUANTISED,
+    VALUES,
     Axes,
     Block,
     Conversion,
@@ -36,6 +37,7 @@ from shard_reshard.state_dict.pairs import (
     Pair,
     Scaled,
     Scales,
+    apart_problems,
     axes_by_dims,
     cast_problem,
     convertible,
@@ -299,6 +301,12 @@ def plan_state_dict(
     where.outs = _merge("out", [facts.outs for facts in everyone], problems, located)
     targets, fills = where.targets(by_target, strict, casts, problems)
     outputs = where.outputs(targets) if where.conversions else targets
+    if casts == "exact" and (left := {name for name in dropped if asked.get(name, name) is not None}):
+        unchanged = targets.keys() - where.conversions.keys()
+        moved = {r.source for n in unchanged for r in by_target[n] if sources[r.source].dtype == targets[n][1]}
+        found = "a source that unexpected= leaves out"
+        hint = f"name its destination in key_map, {{%r: name}}, or None to leave it out; {VALUES}"
+        problems += apart_problems({name: meta.dtype for name, meta in sources.items()}, moved, left, found, hint)
     if any(pair.quantize for pair in pairs) and not where.made:
         problems.append(
             Problem(

@@ -85,7 +85,9 @@ def reshard_state_dict(
             its old values. False fills ``out`` as tensors arrive, and the death of a sender leaves a mixture.
         strict: Report elements of ``out`` without a source as a problem; False leaves these unchanged.
         check: "first" or "always", see `reshard`.
-        casts: "exact" refuses casts into ``out`` that lose a scale or most values. "values" casts the numbers.
+        casts: "exact" refuses casts into ``out`` that lose a scale or most values. With ``strict=False`` it refuses to
+            fill a quantised tensor of ``out`` whose scale or zero point keeps its value, and the other way round.
+            "values" casts the numbers, and moves them alone.
         pairs: Quantised weights and their scales, see `Pair`.
         async_op: Return a `StateDictWork`, whose buckets are waited for one by one. Problems are raised by this call.
         in_flight: With ``async_op``, how many buckets are posted ahead of the one that the caller waits for.
@@ -338,7 +340,8 @@ class StateDictCalls:
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
                     all_problems += here.source_problems(sources, tensors, written, match is Match.METADATA)
-                    all_problems += here.out_problems(targets, outs, sources, atomic, self.consensus.question.strict)
+                    strict, casts = self.consensus.question.strict, self.consensus.question.casts
+                    all_problems += here.out_problems(targets, outs, sources, atomic, strict, casts)
                     self._again = None
             except Exception as error:
                 all_problems += problems_of(error)
