@@ -233,7 +233,7 @@ def local_tensor(value: Any) -> torch.Tensor:
 
 def local_tensors(outs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the local tensors of all tensors; other values of a mapping are left out."""
-    locals_ = plain_locals(list(outs.values()))  # fast path of most state dicts
+    locals_ = plain_locals(list(outs.values()), detach=True)  # fast path of most state dicts
     if locals_ is not None:
         return dict(zip(outs, locals_, strict=True))
     return {name: local_tensor(value) for name, value in outs.items() if isinstance(value, torch.Tensor)}

@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import Problem, raise_problems, refusal
-from shard_reshard._torch_compat import declared_layouts, is_fake, outside_of_graphs, unregister_group
+from shard_reshard._torch_compat import (
+    declared_layouts,
+    is_fake,
+    outside_of_graphs,
+    plain_locals,
+    unregister_group,
+)
 from shard_reshard.execution.checks import Match, TensorGuards, not_transformed, record_guards
 from shard_reshard.execution.mover import NotPicklable, schedules
 from shard_reshard.group import assert_consistent, group_info, raise_on_all_ranks
@@ -283,25 +289,32 @@ class StateDictCalls:
         self.here = LocalTargets(consensus.members, self.plan, question.dst_layouts, **options)
         self.guards: TensorGuards | None = None  # on the local tensors of the last call
         self._seen: tuple[Any, ...] = (None, None, None)  # its names, declared layouts and ``atomic``
-        self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
+        # Made for them, where all are filled in place: local tensors of both sides, buffers, and views by bucket.
+        self._again: tuple[Locals, Locals, ReceiveBuffers, list[Bucket]] | None = None
 
-    def matched(
-        self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
-    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]:
+    def matched(self, tensors: Mapping[str, Any], targets: Mapping[str, Any]) -> Compared:
         """Return both sides' local tensors, and the match with the last call's guards."""
-        sources, outs = local_tensors(tensors), local_tensors(targets)
-        for name in tensors.keys() - sources.keys():
-            raise refusal(
-                "wrong-type",
-                name,
-                found=f"a {type(tensors[name]).__qualname__}",
-                hint="leave it out of the state dict",
-            )
-        match, names = Match.NONE, (list(tensors), list(targets))
-        layouts = declared_layouts([*tensors.values(), *targets.values()], self._seen[1])
+        names, values = (list(tensors), list(targets)), [*tensors.values(), *targets.values()]
+        match, layouts = Match.NONE, declared_layouts(values, self._seen[1])
+        # Most are plain tensors and DTensors. Parameters are compared as they are: a view of each costs more.
+        held, sides = plain_locals(values), (tensors, targets)
+        if held is None:
+            sides = sources, outs = local_tensors(tensors), local_tensors(targets)
+            for name in tensors.keys() - sources.keys():
+                raise refusal(
+                    "wrong-type",
+                    name,
+                    found=f"a {type(tensors[name]).__qualname__}",
+                    hint="leave it out of the state dict",
+                )
+            held = [*sources.values(), *outs.values()]
         if self.guards is not None and self._seen[:2] == (names, layouts):
-            match = self.guards.match([*sources.values(), *outs.values()])
-        return sources, outs, match
+            match = self.guards.match(held)
+        if match is Match.MEMORY and self._again is not None:  # views of the same memory
+            return *self._again[:2], match, held
+        locals_ = plain_locals(held, detach=True) or held
+        sources = dict(zip(sides[0], locals_, strict=False))
+        return sources, dict(zip(sides[1], locals_[len(sources) :], strict=True)), match, held
 
     def prepare(
         self,
@@ -313,16 +326,16 @@ class StateDictCalls:
     ) -> PreparedState:
         """Return a call's tensors on this rank, with all its problems; no communication."""
         here, all_problems = self.here, list(problems)
-        sources, outs, match = _NOTHING
+        sources, outs, match, held = _NOTHING
         arriving, calls = None, list[Bucket]()
         with torch.no_grad():
             try:
-                sources, outs, match = compared or self.matched(tensors, targets)
+                sources, outs, match, held = compared or self.matched(tensors, targets)
                 if self.guards is None or self._seen[-1] is not atomic:
                     match = Match.NONE
                 again = self._again if match is Match.MEMORY and not atomic else None
                 if again:
-                    arriving, calls = again
+                    *_, arriving, calls = again
                 else:
                     device = device_of(sources, outs, self.consensus.members)
                     arriving = ReceiveBuffers(here, None if atomic else outs, device)
@@ -345,7 +358,7 @@ class StateDictCalls:
                     self._again = None
             except Exception as error:
                 all_problems += problems_of(error)
-        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems)
+        return PreparedState(tensors, targets, sources, outs, match, held, atomic, arriving, calls, all_problems)
 
     def move(self, call: PreparedState, ahead: int | None, done: Callable[[], None] | None = None) -> Any:
         """Move the tensors of a call without problems; ``done`` is called after the last exchange.
@@ -359,12 +372,12 @@ class StateDictCalls:
         unchanged = self.guards if is_guarded else None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
-                guards = record_guards([*call.sources.values(), *call.outs.values()])
+                guards = record_guards(call.held)
                 self.guards = guards if len(call.outs) == len(call.targets) else None
                 layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
                 self._seen = (list(call.tensors), list(call.targets)), layouts, call.atomic
                 keeps = self.guards is not None and self.kept and arriving.all_in_place
-                self._again = (arriving, call.buckets) if keeps else None
+                self._again = (call.sources, call.outs, arriving, call.buckets) if keeps else None
             if self.plan.fills:
                 arriving.fill(self.plan.fills, call.outs)
             if ahead is not None:
@@ -420,9 +433,10 @@ class SyncEnd:
             raise RuntimeError(f"{failure}; this end has left the group, initialize it again")
 
 
-# Local tensors of both sides of a call, and their match with guards on the last one.
-Compared = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]
-_NOTHING: Compared = {}, {}, Match.NONE
+Locals = Mapping[str, torch.Tensor]
+# Local tensors of both sides of a call, their match with guards on the last one, and the tensors that were compared.
+Compared = tuple[Locals, Locals, Match, list[torch.Tensor]]
+_NOTHING: Compared = {}, {}, Match.NONE, []
 
 
 # ---- one-shot calls -------------------------------------------------------------------------------------------
