@@ -107,12 +107,7 @@ def declared_layouts(values: Sequence[Any], known: Declared | None = None) -> De
     # Every call with a state dict does this: few Python steps a tensor, and none for plain ones.
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
-    if set(map(type, values)) == {dtensor}:
-        declared = [value._spec for value in values]
-    else:
-        declared = [
-            value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values
-        ]
+    declared = [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
     if known is not None and len(declared) == len(known[0]) and all(map(is_, declared, known[0])):
         return known
     meshes = [getattr(entry, "mesh", None) for entry in declared if entry is not None]

@@ -128,8 +128,11 @@ class LocalTargets:
             if memory_of(sources[name]) != memory_of(sources[first])
         ]
         if unchanged:  # guards on metadata do not see storage that was freed
-            freed = [f"{name}: {where}, source" for name, tensor in sources.items() if not has_memory(tensor)]
-            return problems + [Problem("no-data", name, None, None, *FREED) for name in freed]
+            return problems + [
+                Problem("no-data", f"{name}: {where}, source", None, None, *FREED)
+                for name, tensor in sources.items()
+                if not has_memory(tensor)
+            ]
         if strange := sorted(given.keys() - self._known.keys()) if given is not None else []:
             hint = "leave them out, or make a resharder for a state dict that has them"
             problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
@@ -175,8 +178,11 @@ class LocalTargets:
                     "pass a local tensor of that shape, or another layout in dst_layouts",
                 )
             elif len(shapes) > 1:
-                hint = "leave it out of out=; the result has a list of tensors"
-                add("argument-count", f"one tensor for {len(shapes)} boxes", hint)
+                add(
+                    "argument-count",
+                    f"one tensor for {len(shapes)} boxes",
+                    "leave it out of out=; the result has a list of tensors",
+                )
             elif not shapes and strict and out.numel():
                 add(
                     "missing-source",
@@ -190,15 +196,22 @@ class LocalTargets:
         # A tensor tied to a filled one is filled with it.
         left = {name for name, out in outs.items() if name not in planned and address(out) not in memories}
         if strict:
-            hint = "leave it out of out=, or pass strict=False"
-            found = "a tensor of out= without a source"
-            problems += [Problem("missing-source", name, found=found, hint=hint) for name in outs if name in left]
+            problems += [
+                Problem(
+                    "missing-source",
+                    name,
+                    found="a tensor of out= without a source",
+                    hint="leave it out of out=, or pass strict=False",
+                )
+                for name in outs
+                if name in left
+            ]
         elif casts == "exact":
-            partly = {name for name, value in self.plan.fills.items() if value is None}
             dtypes = {name: dtype_name(out.dtype) for name, out in outs.items()}
-            found, hint = "which keeps values that it has in out=", f"give both a source, {{source: %r}}; {VALUES}"
-            for names, stays in ((outs.keys() - left, left), (outs.keys() - left - partly, partly)):
-                problems += apart_problems(dtypes, names, stays, found, hint) if stays else []
+            partly = {name for name, value in self.plan.fills.items() if value is None}
+            hint = f"give both a source, {{source: %r}}; {VALUES}"
+            for moved, stays in ((outs.keys() - left, left), (outs.keys() - left - partly, partly)):
+                problems += apart_problems(dtypes, moved, stays, "which keeps values that it has in out=", hint)
         if not problems:
             # Tensors tied at the source too move once, and are written once. Ties only here would get two values.
             once = {(memory_of(out), self.plan.aliases.get(name, name)): name for name, out in planned.items()}

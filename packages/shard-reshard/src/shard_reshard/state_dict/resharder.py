@@ -91,9 +91,8 @@ def reshard_state_dict(
             its old values. False fills ``out`` as tensors arrive, and the death of a sender leaves a mixture.
         strict: Report elements of ``out`` without a source as a problem; False leaves these unchanged.
         check: "first" or "always", see `reshard`.
-        casts: "exact" refuses casts into ``out`` that lose a scale or most values. With ``strict=False`` it refuses to
-            fill a quantised tensor of ``out`` whose scale or zero point keeps its value, and the other way round.
-            "values" casts the numbers, and moves them alone.
+        casts: "exact" refuses casts into ``out`` that lose a scale or most values, and to fill a quantised tensor whose
+            scale keeps its value in ``out`` (with ``strict=False``). "values" casts the numbers, and moves them alone.
         pairs: Quantised weights and their scales, see `Pair`.
         async_op: Return a `StateDictWork`, whose buckets are waited for one by one. Problems are raised by this call.
         in_flight: With ``async_op``, how many buckets are posted ahead of the one that the caller waits for.
@@ -121,8 +120,7 @@ def reshard_state_dict(
         recent: tuple[StateDictCalls, PreparedState] | None = None
         for earlier, calls in reversed(list(schedules.of(members.group, "state dict").values())) if replays else ():
             if recent is None and earlier == asked and calls.guards is not None:
-                with torch.no_grad():  # as when the guards were recorded
-                    compared = calls.matched(tensors, targets)
+                compared = calls.matched(tensors, targets)
                 if compared[2] is not Match.NONE:
                     recent = calls, calls.prepare(tensors, targets, atomic, compared)
         if recent is None:
@@ -263,8 +261,7 @@ class StateDictResharder(NotPicklable):
             for mover in self._calls.here.movers:
                 assert mover.changes is not None
                 mover.changes.begin(full=len(set(tokens)) > 1)
-            ended = hashlib.sha256(b"".join(tokens)).digest()[:16]
-            done = partial(setattr, self, "_token", ended)
+            done = partial(setattr, self, "_token", hashlib.sha256(b"".join(tokens)).digest()[:16])
         result = self._calls.move(call, ahead, done)
         self._work = weakref.ref(result) if ahead is not None else None
         return result
@@ -292,6 +289,7 @@ class StateDictCalls:
         # Made for them, where all are filled in place: local tensors of both sides, buffers, and views by bucket.
         self._again: tuple[Locals, Locals, ReceiveBuffers, list[Bucket]] | None = None
 
+    @torch.no_grad()  # as when the guards were recorded
     def matched(self, tensors: Mapping[str, Any], targets: Mapping[str, Any]) -> Compared:
         """Return both sides' local tensors, and the match with the last call's guards."""
         names, values = (list(tensors), list(targets)), [*tensors.values(), *targets.values()]
@@ -353,8 +351,8 @@ class StateDictCalls:
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
                     all_problems += here.source_problems(sources, tensors, written, match is Match.METADATA)
-                    strict, casts = self.consensus.question.strict, self.consensus.question.casts
-                    all_problems += here.out_problems(targets, outs, sources, atomic, strict, casts)
+                    asked = self.consensus.question
+                    all_problems += here.out_problems(targets, outs, sources, atomic, asked.strict, asked.casts)
                     self._again = None
             except Exception as error:
                 all_problems += problems_of(error)
@@ -372,8 +370,7 @@ class StateDictCalls:
         unchanged = self.guards if is_guarded else None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
-                guards = record_guards(call.held)
-                self.guards = guards if len(call.outs) == len(call.targets) else None
+                self.guards = record_guards(call.held) if len(call.outs) == len(call.targets) else None
                 layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
                 self._seen = (list(call.tensors), list(call.targets)), layouts, call.atomic
                 keeps = self.guards is not None and self.kept and arriving.all_in_place
