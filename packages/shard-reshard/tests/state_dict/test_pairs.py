@@ -493,6 +493,11 @@ def test_numbers_of_a_checkpoint_never_meet_other_scales(ranks: Ranks, tmp_path:
     with pytest.raises(PlanError, match=r"missing-tensor\] up.weight_scale.*moved without up.weight\b"):
         reshard_state_dict(state, out=out, key_map={"up.weight": None}, strict=False)
     assert not out["up.weight"].float().any() and (out["up.weight_scale"] == 7).all()
+    packed = {"up.W_q": torch.zeros(2, dtype=torch.uint8), "up.scale": torch.ones(1), "up.zero": torch.ones(1)}
+    for lost in ("up.scale", "up.zero"):
+        given = {name: value for name, value in packed.items() if name != lost}
+        with pytest.raises(PlanError, match=f"up.W_q.*moved without {lost}"):
+            reshard_state_dict(given, out=packed, strict=False)
     # A mask beside a factor of attention is no quantised weight.
     mask = {"attn.mask": torch.ones(2, dtype=torch.uint8), "attn.scale": torch.zeros(1)}
     reshard_state_dict({"attn.scale": scale[:1, 0]}, out=mask, strict=False)

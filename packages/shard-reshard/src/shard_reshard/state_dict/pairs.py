@@ -140,6 +140,7 @@ QUANTISED = FLOAT8 | {"int8", "uint8", "int32"}  # int32 holds packed numbers of
 _SCALE = re.compile(r"scale|absmax|scb$|quant_state", re.IGNORECASE)
 _ZERO_POINT = re.compile(r"zeros?(_?points?)?$", re.IGNORECASE)
 _PACKED = re.compile(r"(_blocks|_packed)$")
+_COUNTS = re.compile(r"mask|index|position|count|length|ids?$|steps?$", re.IGNORECASE)  # integers that have no scale
 _FACTOR = re.compile(f"{_SCALE.pattern}|{_ZERO_POINT.pattern}|g_idx$|quant_map$", re.IGNORECASE)
 VALUES = "casts='values' casts the numbers as they are"
 
@@ -184,14 +185,14 @@ def apart_problems(
     """Return the problems of quantised tensors and their scales of which one is ``moved`` and the other ``left``.
 
     ``dtypes`` are those of all tensors of one side by name. The numbers of a checkpoint under the scales of a model, or
-    the other way round, are values of neither. A mask of integers beside a ``scale`` is no quantised weight: packed
-    numbers have a scale of their own name, or "weight" in theirs.
+    the other way round, are values of neither. A mask of integers beside a ``scale`` is no quantised weight, as its
+    name says.
     """
     quantised = [name for name, dtype in dtypes.items() if dtype in QUANTISED] if left else []
     beside, problems = Scales(dtypes if quantised else (), all_factors=True), list[Problem]()
     for name in quantised:
         leaf = name.rpartition(".")[2]
-        is_weight = "weight" in leaf or _PACKED.search(leaf) or dtypes[name] in FLOAT8 | {"int8"}
+        is_weight = dtypes[name] in FLOAT8 or not _COUNTS.search(leaf)
         for scale in beside.beside(name):
             known = (is_weight and not _FACTOR.search(leaf)) or scale.startswith(name)
             if known and ((name in moved and scale in left) or (scale in moved and name in left)):
