@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
+from ranktest import warm_up_compiler as before_ranks  # noqa: F401  # ranktest calls it
 from shard_reshard import (
     PlanError,
     Resharder,
@@ -30,7 +31,6 @@ def _compiled(function: Callable[..., Any], one_graph: bool = False) -> Callable
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns about its imports on some builds
 @pytest.mark.ranks(2)
 def test_calls_run_between_graphs_and_no_rank_drops_one(ranks: Ranks) -> None:
-    # One test for all, because every rank needs seconds to import the compiler.
     full = torch.arange(24.0).view(SHAPE)
     resharder = Resharder(plan_reshard(SHAPE, torch.float32, "2: S(0)", "2: S(1)"))
 

@@ -13,6 +13,13 @@ from ranktest import Ranks
 PAGE = Path(__file__).parents[3] / "docs" / "howto" / "rl-weight-sync.md"
 
 
+def before_ranks() -> None:
+    """Import the models of the page once, in the process that ranks are forked from: it takes seconds in each."""
+    from transformers import LlamaForCausalLM, Phi3ForCausalLM
+
+    assert LlamaForCausalLM and Phi3ForCausalLM
+
+
 @pytest.mark.extra("transformers")
 @pytest.mark.filterwarnings("ignore")  # transformers and its models warn on their own account
 @pytest.mark.ranks(4)

@@ -106,7 +106,7 @@ def of_mesh(
     generator = torch.Generator().manual_seed(0)
     for name, size in sizes.items():
         full = torch.randn(size, generator=generator).to(dtype)
-        twin.add(name, full, lambda value: distribute_tensor(value, mesh, placements))
+        twin.add(name, full, lambda value: distribute_tensor(value, mesh, placements, src_data_rank=None))
     return twin
 
 
@@ -162,7 +162,7 @@ def add_experts(twin: Twin, name: str, mesh: DeviceMesh, placement: Any, experts
     twin.add(
         name,
         full,
-        lambda value: distribute_tensor(value, mesh, [placement]),
+        lambda value: distribute_tensor(value, mesh, [placement], src_data_rank=None),
         parts,
         lambda held: torch.stack(list(held)),
     )

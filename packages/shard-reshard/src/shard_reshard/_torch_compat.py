@@ -104,10 +104,10 @@ def declared_layouts(values: Sequence[Any], known: Declared | None = None) -> De
 
     They are ``known`` itself if the same objects declare them again.
     """
+    # Every call with a state dict does this: few Python steps a tensor, and none for plain ones.
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
     declared = [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
-    # Every call with a state dict does this: few Python steps a tensor, and none for plain ones.
     if known is not None and len(declared) == len(known[0]) and all(map(is_, declared, known[0])):
         return known
     meshes = [getattr(entry, "mesh", None) for entry in declared if entry is not None]
@@ -115,18 +115,21 @@ def declared_layouts(values: Sequence[Any], known: Declared | None = None) -> De
     return declared, list(map(groups.get, map(id, meshes)))
 
 
-def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:
-    """Return the detached local tensors of DTensors and plain tensors. None if another kind is among them."""
+def plain_locals(values: Sequence[Any], detach: bool = False) -> list[torch.Tensor] | None:
+    """Return the local tensors of DTensors and plain tensors; with ``detach`` without their graphs.
+
+    None if another kind is among them.
+    """
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
     kinds = set(map(type, values))
-    if not kinds <= {*PLAIN_TYPES, dtensor}:
-        return None
-    if dtensor in kinds:
+    if kinds == {dtensor}:
+        values = [value._local_tensor for value in values]
+    elif dtensor in kinds:
         values = [value._local_tensor if type(value) is dtensor else value for value in values]
-        if not PLAIN_TYPES.issuperset(map(type, values)):
-            return None
-    if True in map(_requires_grad, values):
+    if not PLAIN_TYPES.issuperset(map(type, values) if dtensor in kinds else kinds):
+        return None
+    if detach and True in map(_requires_grad, values):
         return [value.detach() if value.requires_grad else value for value in values]
     return list(values)
 

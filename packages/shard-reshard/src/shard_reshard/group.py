@@ -117,11 +117,13 @@ def all_gather_row(
 
     ``topic`` numbers calls, from 2 on: `assert_consistent` uses 0 and 1.
     """
-    header = b"\xff" if problems else bytes([topic])
-    rows = consensus.all_gather_header(members.group, header + row, "reshard", BEFORE_MOVING)
+    rows = consensus.all_gather_header(
+        members.group, (b"\xff" if problems else bytes([topic])) + row, "reshard", BEFORE_MOVING
+    )
     if any(other[0] != topic for other in rows):  # another call, or problems: all ranks raise
-        error = PlanError(problems) if problems else None
-        consensus.raise_joined(members.group, "reshard", lines, error, hint=_HINT, state=BEFORE_MOVING)
+        consensus.raise_joined(
+            members.group, "reshard", lines, PlanError(problems) if problems else None, hint=_HINT, state=BEFORE_MOVING
+        )
     return [other[1:] for other in rows]
 
 

@@ -69,8 +69,7 @@ def row_major_boxes(sizes: Index, begin: int, end: int) -> Iterator[tuple[Index,
     inner = prod(sizes[1:])  # elements of a row
     first, last = -(-begin // inner), end // inner  # full rows
     if begin % inner:  # a partial first row, or a part of one row
-        stop = min(inner, end - (first - 1) * inner)
-        for offset, part in row_major_boxes(sizes[1:], begin % inner, stop):
+        for offset, part in row_major_boxes(sizes[1:], begin % inner, min(inner, end - (first - 1) * inner)):
             yield (first - 1, *offset), (1, *part)
     if first < last:
         yield (first, *zero[1:]), (last - first, *sizes[1:])

@@ -111,8 +111,7 @@ class Plan:
     @cached_property
     def divisor(self) -> int:
         """Divisor of a reduced value: the number of averaged ranks."""
-        layout = self.dst if self.adjoint else self.src
-        return 1 if self.is_identity else layout.averaged
+        return 1 if self.is_identity else (self.dst if self.adjoint else self.src).averaged
 
     @cached_property
     def uses_scatter_allgather(self) -> bool:
@@ -202,8 +201,12 @@ def check_plan(plan: Plan) -> None:
     if any(sum(map(_size, plan.src.cross(cell.start, cell.stop))) < _size(cell) for cell in wanted):
         add("boxes-incomplete", "src", "elements that no rank has", "only a destination may leave elements out")
     if len(ops) > 1 and not ops <= {"sum", "avg"}:
-        hint = "reduce one axis after the other: redistribute to a layout that keeps one of them first"
-        add("unsupported-dtype", "src", f"partial axes of {_listed(ops)}", hint)
+        add(
+            "unsupported-dtype",
+            "src",
+            f"partial axes of {', '.join(sorted(ops))}",
+            "reduce one axis after the other: redistribute to a layout that keeps one of them first",
+        )
     # Found here, because a rank that finds it while it reduces leaves the others waiting.
     is_complex, is_unsigned = plan.dtype.startswith("complex"), plan.dtype in _UNSIGNED
     if (
@@ -212,11 +215,19 @@ def check_plan(plan: Plan) -> None:
         or (is_unsigned and ops - {"product"})
         or (is_complex and ops & {"min", "max"})
     ):
-        hint = "convert it before, to a dtype that torch can add and compare"
-        add("unsupported-dtype", "src", f"{_listed(ops)} of {plan.dtype}", hint)
+        add(
+            "unsupported-dtype",
+            "src",
+            f"{', '.join(sorted(ops))} of {plan.dtype}",
+            "convert it before, to a dtype that torch can add and compare",
+        )
     if len(pending) > 1 and pending & {"sum", "product"}:
-        hint = "make all partial axes of the destination one op"
-        add("unsupported-dtype", "dst", f"partial axes of {_listed(pending)}", hint)
+        add(
+            "unsupported-dtype",
+            "dst",
+            f"partial axes of {', '.join(sorted(pending))}",
+            "make all partial axes of the destination one op",
+        )
     if is_complex and not plan.out_dtype.startswith("complex"):
         add("dtype-mismatch", "dtype", f"{plan.dtype} to {plan.out_dtype}", "take the real part before")
     limit = plan.max_workspace_bytes
@@ -224,10 +235,6 @@ def check_plan(plan: Plan) -> None:
         add("invalid-argument", "max_workspace_bytes", f"max_workspace_bytes={limit}", "at least one byte, or None")
     if problems:
         raise PlanError(problems)
-
-
-def _listed(ops: set[str]) -> str:
-    return ", ".join(sorted(ops))
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------

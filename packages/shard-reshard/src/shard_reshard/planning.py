@@ -74,13 +74,17 @@ def plan_reshard(
 def _numbered_hosts(hosts: int | Sequence[Any], src: ShardMap, dst: ShardMap) -> tuple[int, ...] | None:
     """Return the host of each rank of both layouts as a number; None where all ranks are on one host."""
     size = max((max(side.ranks, default=-1) for side in (src, dst)), default=-1) + 1
-    hint = "pass the number of ranks of a host, or a list with the host of each rank"
     if isinstance(hosts, int) and hosts > 0:
         listed: Sequence[Any] = [rank // hosts for rank in range(size)]
     elif isinstance(hosts, Sequence) and not isinstance(hosts, str) and len(hosts) >= size:
         listed = hosts[:size]
     else:
-        raise refusal("invalid-argument", "hosts", found=f"{hosts!r:.100} for {size} ranks", hint=hint)
+        raise refusal(
+            "invalid-argument",
+            "hosts",
+            found=f"{hosts!r:.100} for {size} ranks",
+            hint="pass the number of ranks of a host, or a list with the host of each rank",
+        )
     order = {host: number for number, host in enumerate(dict.fromkeys(listed))}
     return tuple(order[host] for host in listed) if len(order) > 1 else None
 
@@ -247,8 +251,7 @@ class ReshardPlan(Plan):
             heads = [" " * 11, *(f"  from {rank:<4}" for rank in ranks)]
             cells = ["  ".join(f"{cell:>{width}}" for cell in row) for row in rows]
             return "\n".join([*lines, *map(add, heads, cells)])
-        received = map(sum, zip(*matrix, strict=True))
-        for word, num_bytes in (("sends", map(sum, matrix)), ("receives", received)):
+        for word, num_bytes in (("sends", map(sum, matrix)), ("receives", map(sum, zip(*matrix, strict=True)))):
             top = sorted(zip(num_bytes, ranks, strict=True), key=lambda entry: (-entry[0], entry[1]))[:_BUSIEST]
             lines.append(f"  {word} most: {', '.join(f'rank {rank} {human(size)}' for size, rank in top)}")
         return "\n".join(lines)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shard_reshard._shared.problems import PlanError
+from shard_reshard._shared.problems import raise_problems
 from shard_reshard.execution.checks import Shards, as_list, as_result, local_problems
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.lowering import build_program
@@ -32,8 +32,7 @@ def simulate(plan: ReshardPlan, shards: Sequence[Shards]) -> list[Shards]:
     world_size = max(plan.world_size, len(shards))
     sources = [as_list(shards[rank] if rank < len(shards) else None) for rank in range(world_size)]
     problems = [p for rank in range(world_size) for p in local_problems(plan, rank, sources[rank])]
-    if problems:
-        raise PlanError(problems)
+    raise_problems(problems)
     posted: list[list[Any]] = [[] for _ in range(world_size)]  # by each rank, in place of a collective
     outs, waiting = [], []
     device = next((tensor.device for tensors in sources for tensor in tensors), torch.device("cpu"))

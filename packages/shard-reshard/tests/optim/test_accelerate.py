@@ -11,6 +11,13 @@ from shard_reshard import PlanError, WholeMatrices
 from torch import nn
 
 
+def before_ranks() -> None:
+    """Import accelerate once, in the process that ranks are forked from: it takes seconds in each."""
+    import accelerate
+
+    assert accelerate.Accelerator
+
+
 def _muon(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon(params, lr=0.02)
 

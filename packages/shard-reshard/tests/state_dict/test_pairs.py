@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -424,6 +425,83 @@ def test_unexpected_tensors_leave_scales_with_their_weights(ranks: Ranks, tmp_pa
     with pytest.raises(PlanError, match=r"the zero point up\.zero_point, which a Pair lacks"):
         load_safetensors(folder / "z.safetensors", **options)
     load_safetensors(folder / "z.safetensors", **options, key_map={"up.zero_point": None})
+
+
+# What stands beside ``up.weight`` or ``up.qweight`` in the formats of checkpoints and engines.
+FACTORS = ("weight_scale_inv", "weight_scale", "weight.absmax", "scales", "SCB", "weight_zero_point", "g_idx", "qzeros")
+
+
+def _moved_alone(ranks: Ranks, folder: Path, seed: int) -> str:
+    """Move a quantised tensor of one format into a model of another; return what became of its value."""
+    rng = random.Random(seed)
+    stored_factor, factor = rng.choice(FACTORS), rng.choice((*FACTORS, None))
+    weight = rng.choice(("up.weight", "up.qweight"))
+    dtype = rng.choice((E4M3, torch.int8, torch.int32))
+    numbers, by_file = torch.arange(1, 17).view(4, 4).to(dtype), rng.random() < 0.5
+    stored = {weight: numbers, f"up.{stored_factor}": torch.full((4, 1), 3.0)}
+    if not by_file and rng.random() < 0.3:
+        del stored[f"up.{stored_factor}"]  # another call moves it
+    out = {weight: torch.zeros(4, 4, dtype=dtype)}
+    out |= {} if factor is None else {f"up.{factor}": torch.full((4, 1), 7.0)}
+    options: dict[str, Any] = {"out": out, "strict": False}
+    if factor is not None and rng.random() < 0.3:
+        options["key_map"] = {f"up.{stored_factor}": f"up.{factor}"} if len(stored) > 1 else {}
+    elif len(stored) > 1 and not by_file:
+        options["key_map"] = {} if factor == stored_factor else {f"up.{stored_factor}": None}
+    path = folder / f"{seed}.safetensors"
+    if ranks.rank == 0 and by_file:
+        write(path, stored)
+    ranks.gather(None)
+    call: Any = partial(load_safetensors, path, unexpected="ignore") if by_file else partial(reshard_state_dict, stored)
+    before = {name: value.clone() for name, value in out.items()}
+    error = ""
+    try:
+        call(**options)
+    except PlanError as caught:
+        error = str(caught)
+    assert len(set(ranks.gather(error))) == 1
+    values = [] if factor is None else [out[f"up.{factor}"]]
+    if error:
+        assert "missing-tensor" in error and "casts='values'" in error, error
+        assert all(_same(out[name], value) for name, value in before.items())
+        call(**options, casts="values")
+        assert _same(out[weight], numbers)
+        return "refused"
+    # The weight with all that stands beside it in the model, or without any of it where the caller has said so.
+    assert _same(out[weight], numbers)
+    assert all((value == 3).all() for value in values), (seed, stored_factor, factor)
+    return "whole" if values else "alone"
+
+
+@pytest.mark.ranks(2)
+def test_numbers_of_a_checkpoint_never_meet_other_scales(ranks: Ranks, tmp_path: Path) -> None:
+    """With ``unexpected="ignore"`` and ``strict=False`` float8 numbers arrived, and the model kept its own scale."""
+    folder, seen = Path(ranks.gather(str(tmp_path))[0]), dict[str, int]()
+    for seed in range(40):
+        result = _moved_alone(ranks, folder, seed)
+        seen[result] = seen.get(result, 0) + 1
+    assert min(seen[result] for result in ("refused", "whole", "alone")) >= 3, seen
+    # A kept resharder meets its `out` in a later call; a part of a scale is not the scale; nor is a weight without it.
+    numbers, scale = torch.arange(1, 17).view(4, 4).to(E4M3), torch.full((4, 1), 3.0)
+    out = {"up.weight": torch.zeros(4, 4, dtype=E4M3), "up.weight_scale": torch.full((4, 1), 7.0)}
+    kept = StateDictResharder({"up.weight": numbers}, "2: R", strict=False)
+    with pytest.raises(PlanError, match=r"missing-tensor\] up.weight\b.*moved without up.weight_scale"):
+        kept({"up.weight": numbers}, out=out)
+    state, half = {"up.weight": numbers, "up.weight_scale": scale}, Part("up.weight_scale", size=2)
+    with pytest.raises(PlanError, match=r"moved without up\.weight_scale"):
+        reshard_state_dict(state, out=out, key_map={"up.weight_scale": half}, strict=False)
+    with pytest.raises(PlanError, match=r"missing-tensor\] up.weight_scale.*moved without up.weight\b"):
+        reshard_state_dict(state, out=out, key_map={"up.weight": None}, strict=False)
+    assert not out["up.weight"].float().any() and (out["up.weight_scale"] == 7).all()
+    packed = {"up.W_q": torch.zeros(2, dtype=torch.uint8), "up.scale": torch.ones(1), "up.zero": torch.ones(1)}
+    for lost in ("up.scale", "up.zero"):
+        given = {name: value for name, value in packed.items() if name != lost}
+        with pytest.raises(PlanError, match=f"up.W_q.*moved without {lost}"):
+            reshard_state_dict(given, out=packed, strict=False)
+    # A mask beside a factor of attention is no quantised weight.
+    mask = {"attn.mask": torch.ones(2, dtype=torch.uint8), "attn.scale": torch.zeros(1)}
+    reshard_state_dict({"attn.scale": scale[:1, 0]}, out=mask, strict=False)
+    assert mask["attn.scale"] == 3
 
 
 @pytest.mark.ranks(2)

@@ -286,8 +286,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mover: Mover, async_op: bool, finishing: list[Any], *tensors: torch.Tensor) -> Any:
         num_sources = len(mover.exchange.program.src_shapes)
-        sources = list(tensors[:num_sources])
-        outs, finish = mover.start(sources, None, async_op)
+        outs, finish = mover.start(list(tensors[:num_sources]), None, async_op)
         finishing.append(finish)  # apply() returns tensors only
         ctx.mover, ctx.token = mover, (None if num_sources else tensors[0])
         if not outs:

@@ -118,8 +118,7 @@ def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_siz
     Raises:
         PlanError: If the spec does not match the shape or names more ranks than ``world_size``.
     """
-    spec = _spec(sharding_spec, "sharding_spec")
-    shards = spec.shards_for(tuple(st_size))
+    shards = _spec(sharding_spec, "sharding_spec").shards_for(tuple(st_size))
     ranks = [shard.rank for shard in shards if shard.rank is not None]
     if len(set(ranks)) > world_size:
         raise refusal(

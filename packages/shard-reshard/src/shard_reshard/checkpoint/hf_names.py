@@ -134,13 +134,20 @@ def _run(converter: Any, collected: dict[str, list[Sketch]], target: str, names:
             (sketch,) = tensors.values()
             same = op.check_dims and sketch.shape == names.get(target)
             if same and sketch.shape[op.dim0] == sketch.shape[op.dim1]:
-                reason = f"{sketch.shape} is the shape before and after dims {op.dim0} and {op.dim1} are exchanged"
-                hint = "name it in a key_map by hand, with Part(..., dims=) if it is transposed"
-                raise refusal("unsupported-tensor", target, found=reason, hint=hint)
+                raise refusal(
+                    "unsupported-tensor",
+                    target,
+                    found=f"{sketch.shape} is the shape before and after dims {op.dim0} and {op.dim1} are exchanged",
+                    hint="name it in a key_map by hand, with Part(..., dims=) if it is transposed",
+                )
             tensors = {converter.target_patterns[0]: sketch if same else sketch.transposed(op.dim0, op.dim1)}
         else:
-            hint = "load the folder with transformers and save it in the model's names, or write key_map by hand"
-            raise refusal("unsupported-tensor", target, found=f"transformers converts it by {op!r}", hint=hint)
+            raise refusal(
+                "unsupported-tensor",
+                target,
+                found=f"transformers converts it by {op!r}",
+                hint="load the folder with transformers and save it in the model's names, or write key_map by hand",
+            )
     if len(tensors) == 1 and len(converter.target_patterns) == 1 and "*" not in converter.target_patterns[0]:
         tensors = {converter.target_patterns[0]: next(iter(tensors.values()))}
     # A pattern stands in place of the first target pattern in the full name.
@@ -156,9 +163,13 @@ def _assert_complete(target: str, stacks: Mapping[str, Sequence[Sketch]]) -> Non
         sources = [sketch.pieces[0].source for sketch in sketches]
         numbers = zip(*(map(int, re.findall(r"\d+", source)) for source in sources), strict=False)
         if list(range(len(sources))) not in map(list, numbers):
-            reason = f"stacked from {len(sources)} tensors, {sources[0]} to {sources[-1]}, which are not counted from 0"
-            hint = "pass all experts, or renumber those that are left"
-            raise refusal("missing-tensor", target, found=reason, hint=hint)
+            raise refusal(
+                "missing-tensor",
+                target,
+                found=f"stacked from {len(sources)} tensors, {sources[0]} to {sources[-1]}, "
+                "which are not counted from 0",
+                hint="pass all experts, or renumber those that are left",
+            )
 
 
 @dataclass(frozen=True)
@@ -205,7 +216,7 @@ class Sketch:
 
     def chunks(self, count: int, dim: int) -> list[Sketch]:
         """Cut a source into equal parts along a dim."""
-        entry, dim = self._alone(), dim % len(self.shape)
+        (entry,), dim = self.pieces, dim % len(self.shape)
         step, sketches = -(-self.shape[dim] // count), []
         for low in range(0, self.shape[dim], step):
             size = min(step, self.shape[dim] - low)
@@ -215,13 +226,9 @@ class Sketch:
 
     def unstacked(self) -> list[Sketch]:
         """Cut a source into the tensors that were stacked."""
-        entry = self._alone()
+        (entry,) = self.pieces
         alone = replace(entry, dims=entry.dims[1:], start=entry.start[1:])
         return [Sketch(self.shape[1:], (replace(alone, unstack=at),)) for at in range(self.shape[0])]
-
-    def _alone(self) -> Piece:
-        (entry,) = self.pieces
-        return entry
 
     def as_parts(self, target: str) -> list[tuple[str, Part]]:
         """Return each source with its part of ``target``."""

@@ -114,7 +114,7 @@ def load_safetensors(
             between two exchanges leaves a mixture.
         strict: Report tensors of ``out`` that no file fills, and uninitialised buffers outside of files, as problems;
             False leaves both unchanged.
-        casts: As in `reshard_state_dict`: a scaled float8 weight is not cast to bfloat16 without its scale.
+        casts: As in `reshard_state_dict`; "exact" reads no scaled float8 weight whose scale ``unexpected`` leaves out.
         pairs: Quantised weights and their scales, see `Pair`; with ``dequantize=True`` into plain weights of ``out``.
         unexpected: Globs of stored tensors that may lack a destination, and are not read then; "ignore" is ``"*"``.
 
@@ -156,7 +156,7 @@ def load_safetensors(
             targets = {name: fresh.get(id(value), (value, value))[1] for name, value in targets.items()}
             # Meta tensors of a module without values in the files are left out; a mapping's tensors get no memory.
             outs = {n: t for n, t in local_tensors(targets).items() if module is None or not t.is_meta}
-            problems = here.out_problems(targets, outs, {}, atomic, strict)
+            problems = here.out_problems(targets, outs, {}, atomic, strict, casts)
             in_place = None if atomic and len(names) < len(targets) else outs
         except Exception as error:  # memory may be short on one rank
             raise_on_all_ranks(members, error)
@@ -196,9 +196,13 @@ def _make_plan(
     problems: list[Problem],
 ) -> tuple[LoadPlan, list[str]]:
     """Plan a load from all ranks' headers, destinations and checksums of buffers; add to the problems."""
-    reason = "other values on other ranks, and it is in no file"
     if any(sums for *_, sums in everyone):
-        problems += differing([sums for *_, sums in everyone], "uninitialized-buffer", reason, _HINT)
+        problems += differing(
+            [sums for *_, sums in everyone],
+            "uninitialized-buffer",
+            "other values on other ranks, and it is in no file",
+            _HINT,
+        )
     readable: list[FileTable] = [everyone[at % members.size][0][at] for at in range(len(listed))]
     for table in readable:
         seen = states.get(table.path)  # the header may be older or newer than this state

@@ -121,8 +121,11 @@ def stored_tensors(
     for number, table in enumerate(files):
         for name, entry in table.entries.items():
             held.setdefault(name, {})[number] = table, entry
-    hint = "stored_as names tensors of the files"
-    problems = [Problem("unknown-name", "stored_as", found=repr(n), hint=hint) for n in stored_as if n not in held]
+    problems = [
+        Problem("unknown-name", "stored_as", found=repr(n), hint="stored_as names tensors of the files")
+        for n in stored_as
+        if n not in held
+    ]
     tensors: dict[str, StoredTensor] = {}
     for name, entries in sorted(held.items()):
         try:
@@ -176,16 +179,16 @@ def _stored(
             continue
         pieces = layout.local_pieces(number)
         parts.append(Stored(table.path, table.state.num_bytes, entry.begin, entry.shape, pieces))
-    for number in sorted(set(layout.ranks) - by_rank.keys()):
-        if layout.pieces(number):
-            problems.append(
-                Problem(
-                    "missing-tensor",
-                    name,
-                    found=f"no file with rank {number}'s shard",
-                    hint="pass all files, or the layout that these were written in",
-                )
-            )
+    problems += [
+        Problem(
+            "missing-tensor",
+            name,
+            found=f"no file with rank {number}'s shard",
+            hint="pass all files, or the layout that these were written in",
+        )
+        for number in sorted(set(layout.ranks) - by_rank.keys())
+        if layout.pieces(number)
+    ]
     if problems:
         raise PlanError(problems)
     return layout.shape, SAFETENSORS[words[0]], tuple(parts)
@@ -316,5 +319,4 @@ def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Rea
             places.append(((first - low, *box.local_start[1:]), sizes))
             boxes.append(Box(start, sizes))
     shape = (high - low, *part.shape[1:])
-    read = Read(name, part.path, part.file_bytes, part.begin + low * row_bytes, shape, dtype, tuple(places))
-    return read, boxes
+    return Read(name, part.path, part.file_bytes, part.begin + low * row_bytes, shape, dtype, tuple(places)), boxes

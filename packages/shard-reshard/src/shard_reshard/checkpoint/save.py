@@ -19,7 +19,7 @@ from shard_spec import Box
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.dtypes import SAFETENSORS
-from shard_reshard._shared.problems import PlanError, Problem, refusal
+from shard_reshard._shared.problems import Problem, raise_problems, refusal
 from shard_reshard.checkpoint.plan import Stored, rows_of_ranks, shared_out
 from shard_reshard.checkpoint.safetensors import memory_bytes
 from shard_reshard.group import BEFORE_MOVING, GroupInfo, assert_consistent, group_info, raise_on_all_ranks
@@ -214,8 +214,7 @@ def plan_save(
                 hint="pass tensors; '__metadata__' is a word of the format",
             )
         )
-    if problems:
-        raise PlanError(problems)
+    raise_problems(problems)
     demand, load = rows_of_ranks(held, by_source=False), [0] * len(everyone)
     layouts: dict[str, ShardMap] = {}
     for name, (layout, dtype) in written.items():

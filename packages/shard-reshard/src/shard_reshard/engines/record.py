@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shard_spec import Box
 
 from shard_reshard._shared.consensus import problems_of
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard._torch_compat import (
     DispatchMode,
     as_plain_tensors,
@@ -88,15 +88,16 @@ class RecordedLayouts:
 
     def _held(self) -> dict[str, torch.Tensor]:
         held = {} if self._model is None else _tensors(self._model, False)
-        hint = "record the loader again: its record was made with other tensors"
-        reason = "another shape, other strides, or no longer tied as it was"
-        problems = [
-            Problem("layout-mismatch", name, found=reason, hint=hint)
+        raise_problems(
+            Problem(
+                "layout-mismatch",
+                name,
+                found="another shape, other strides, or no longer tied as it was",
+                hint="record the loader again: its record was made with other tensors",
+            )
             for name, (owner, place) in self._places.items()
             if name not in held or owner not in held or _in_memory(held[name], held[owner]) != place
-        ]
-        if problems:
-            raise PlanError(problems)
+        )
         return held
 
     @property
@@ -169,9 +170,8 @@ def record_layouts(
     views: dict[str, _View] = {}
     key_map: dict[str, list[Part] | None] = {name: None for shapes_of, _, _ in everyone for name in shapes_of}
     lost = [name for name in key_map if name not in destinations] if any(asked for _, asked in gathered) else []
-    if lost:  # the same on every rank
-        reason, hint = "a tensor that no rank's loader takes", "leave it out, if the model can do without it"
-        raise PlanError([Problem("unknown-name", name, found=reason, hint=hint) for name in lost])
+    reason, hint = "a tensor that no rank's loader takes", "leave it out, if the model can do without it"
+    raise_problems(Problem("unknown-name", name, found=reason, hint=hint) for name in lost)  # the same on every rank
     for name, numbered in destinations.items():
         names = [name if number == 1 else f"{name} ({number})" for number in range(1, len(numbered) + 1)]
         key_map[name] = [Part(target) for target in names]
@@ -322,8 +322,11 @@ class _Recorder(DispatchMode):
         keys = [storage_key(tensor) for tensor in tensors]
         names = [self.memories[key].name or "a copy of a weight" for key in keys if key in self.memories]
         names += [self.owners[key] for key in keys if key in self.owners]
-        hint = "a recorded loader may view, copy, concatenate, pad and cast; compute with weights before or after it"
-        self.refuse(", ".join(dict.fromkeys(names)), str(func), hint)
+        self.refuse(
+            ", ".join(dict.fromkeys(names)),
+            str(func),
+            "a recorded loader may view, copy, concatenate, pad and cast; compute with weights before or after it",
+        )
         raise PlanError(self.problems)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -427,8 +430,7 @@ class _Recorder(DispatchMode):
         source: torch.Tensor = args[0]
         result: torch.Tensor
         if packet is aten.repeat:
-            extra = len(args[1]) - source.dim()
-            taken = source[(None,) * extra]
+            taken = source[(None,) * (len(args[1]) - source.dim())]
             result = source.new_empty([n * size for n, size in zip(args[1], taken.shape, strict=True)])
             if prod(args[1]) > _MAX_BOXES:
                 return None
@@ -668,8 +670,7 @@ def _destinations(everyone: Sequence[Any]) -> dict[str, list[tuple[BoxShardMap, 
                 problems.append(
                     Problem("ranks-disagree", name, found=differs, hint="pass the same weights on all ranks")
                 )
-    if problems:
-        raise PlanError(dict.fromkeys(problems))
+    raise_problems(dict.fromkeys(problems))
     destinations: dict[str, list[tuple[BoxShardMap, int]]] = {}
     for name, shape in shapes.items():
         held = {rank: table[name] for rank, (_, table, _) in enumerate(everyone) if name in table}

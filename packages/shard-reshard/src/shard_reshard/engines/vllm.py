@@ -91,9 +91,13 @@ class WorkerEngine(SyncEnd, base.WeightTransferEngine[WorkerInit, base.WeightTra
             self.recorded = record_layouts(self.model, init_info.weights(), group=group, strict=True)
             # Parameters would stay unchanged, and buffers would be lost with their layer.
             held, layers = dict(self.model.named_buffers()), _layers(self.recorded)
-            hint = "send it too, under the name that the model's load_weights knows"
             problems = [
-                Problem("missing-source", name, found="the trainer sends nothing for this tensor", hint=hint)
+                Problem(
+                    "missing-source",
+                    name,
+                    found="the trainer sends nothing for this tensor",
+                    hint="send it too, under the name that the model's load_weights knows",
+                )
                 for name in self.recorded.unfilled
                 if name not in held or (held[name].is_meta and name.rpartition(".")[0] in layers)
             ]

@@ -105,6 +105,5 @@ def decode(message: Message, data: torch.Tensor, target: torch.Tensor, itemsize:
     # Aligned by the copy; padding begins where as many gaps have ended as there are values.
     index = data[begin : data.numel() - (data.numel() - begin) % width].clone()
     digits = index.view(torch.int16 if width == 2 else torch.uint8).to(torch.int64) & top
-    totals = digits.cumsum(0)[digits != top][:num_values]
-    positions = totals + torch.arange(num_values, device=data.device)
+    positions = digits.cumsum(0)[digits != top][:num_values] + torch.arange(num_values, device=data.device)
     target.view(INTEGERS[itemsize])[positions] = data[:begin].view(INTEGERS[itemsize])

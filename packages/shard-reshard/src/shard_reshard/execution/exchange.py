@@ -312,8 +312,7 @@ class Exchange:
                 lay_out_step(step, self.program, dst if step.relayed else src, dst, not self.late) for step in steps
             ]
             rooms = [memory.sends.room + (0 if self.late else memory.receives.room) for memory in laid_out]
-            room = max(rooms, default=0)
-            self._memories[key] = laid_out, room
+            self._memories[key] = laid_out, max(rooms, default=0)
         return self._memories[key]
 
     def as_wire_dtype(self, tensors: Sequence[torch.Tensor], plans: Sequence[int]) -> list[torch.Tensor]:
@@ -467,8 +466,7 @@ class PreparedCall:
                 if recv.written is not None and not recv.written.is_inference():
                     # Autograd does not see writes of a collective: mark graphs that saved the tensor as stale.
                     torch.autograd.graph.increment_version(recv.written)
-                asynchronous = async_op or overlaps
-                work = collective(recv.received, send.sent, recv.splits, send.splits, asynchronous)
+                work = collective(recv.received, send.sent, recv.splits, send.splits, (async_op or overlaps))
                 posted = InFlight(work, number, send, recv)
             if recv.staying and not exchange.late:
                 foreach_copy_(recv.staying, send.staying)
@@ -501,5 +499,4 @@ class PreparedCall:
 
 
 def _bytes_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
-    flat = tensor.as_strided((span.numel,), (1,), tensor.storage_offset() + span.offset)
-    return flat.view(torch.uint8)
+    return tensor.as_strided((span.numel,), (1,), tensor.storage_offset() + span.offset).view(torch.uint8)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import Problem, raise_problems
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import TensorGuards, destination_problems, local_problems
@@ -146,8 +146,7 @@ class Mover:
         """Compare with all ranks, in the first call of a kind or in each."""
         if (device.type, more) in self.agreed:
             # After the first checked call ranks no longer compare: peers see this failure as a collective timeout.
-            if problems:
-                raise PlanError(problems)
+            raise_problems(problems)
             return
         (plan,) = self.plans
         lines = [f"{plan.src.describe()} -> {plan.dst.describe()}"]

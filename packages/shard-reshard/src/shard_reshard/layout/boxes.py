@@ -268,8 +268,7 @@ class PieceShardMap(BoxShardMap):
                 for box, local in held:
                     for part in _cut_at(box, marks):
                         cut[rank].append(part)
-                        shift = map(sub, part.offsets, box.offsets)
-                        places.append((number, tuple(map(add, local, shift))))
+                        places.append((number, tuple(map(add, local, map(sub, part.offsets, box.offsets)))))
             self._places[rank] = tuple(places)
         super().__init__(shape, cut)
         self._arguments = self.shape, self.tensors

@@ -192,9 +192,13 @@ def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
     if sum(section.size for section in info.sections) != shape[dim] or any(
         unit < 1 or copies < 1 or length % unit or size % copies for length, unit, copies, _ in info.sections
     ):
-        reason = f"sections {tuple(map(tuple, info.sections))} of dim {dim} of {shape} on {size} ranks"
-        hint = "sections add up to the dim, are a multiple of their unit, and copies divide the ranks of the axis"
-        raise refusal("invalid-sections", name, dim, found=reason, hint=hint)
+        raise refusal(
+            "invalid-sections",
+            name,
+            dim,
+            found=f"sections {tuple(map(tuple, info.sections))} of dim {dim} of {shape} on {size} ranks",
+            hint="sections add up to the dim, are a multiple of their unit, and copies divide the ranks of the axis",
+        )
     spec = mesh_spec(mesh)
     boxes: dict[int, list[Box]] = {}
     # Position `place` of every group along the axis: ranks at one coordinate of it.

@@ -237,8 +237,7 @@ class MeshShardMap(ShardMap):
         self.shape = tuple(int(size) for size in shape)
         self._arguments = layout, self.shape
         self._local_shapes: dict[int, tuple[Index, ...]] = {}
-        problems = layout.problems(self.shape)
-        if problems:
+        if problems := layout.problems(self.shape):
             raise PlanError(problems)
         mesh, partial = layout.mesh, layout.partial
         self.ranks = mesh.ranks

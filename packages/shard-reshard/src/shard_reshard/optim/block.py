@@ -114,9 +114,14 @@ class Block:
             if differs:
                 gradients.unlike[name] = str(declared.placements)
             elif (own.shape, own.dtype, own.device) != (expected.shape, expected.dtype, expected.device):
-                text = f"a gradient of {own.dtype} {tuple(own.shape)} on {own.device}"
-                hint = f"the local parameter is of {expected.dtype} {tuple(expected.shape)} on {expected.device}"
-                problems.append(Problem("shape-mismatch", name, found=text, hint=hint))
+                problems.append(
+                    Problem(
+                        "shape-mismatch",
+                        name,
+                        found=f"a gradient of {own.dtype} {tuple(own.shape)} on {own.device}",
+                        hint=f"the local parameter is of {expected.dtype} {tuple(expected.shape)} on {expected.device}",
+                    )
+                )
         return gradients
 
     def changed(self, names: Iterable[str]) -> list[str]:
@@ -248,8 +253,15 @@ class Engine:
     def raise_broken(self, where: str) -> None:
         """Raise if a step failed on the way, on every rank."""
         if self.broken:
-            hint = "load_state_dict() a file or a deepcopy of an earlier state_dict(); parameters have their old values"
-            raise PlanError(Problem("partly-updated", where, found=self.broken, hint=hint))
+            raise PlanError(
+                Problem(
+                    "partly-updated",
+                    where,
+                    found=self.broken,
+                    hint="load_state_dict() a file or a deepcopy of an earlier state_dict(); "
+                    "parameters have their old values",
+                )
+            )
 
     @property
     def names(self) -> dict[int, str]:

@@ -91,13 +91,25 @@ def _planned(
     for rank, other in enumerate(everyone):
         if list(other.kinds.items()) != list(first.kinds.items()) and not any(o.facts.problems for o in everyone):
             names = sorted(dict(set(other.kinds.items()) ^ set(first.kinds.items()))) or ["their order"]
-            hint = "pass the same parameters on every rank of group=; for pipeline stages the group of one stage"
-            problems.append(Problem("ranks-disagree", "parameters", found=f"rank {rank}: {names[0]}", hint=hint))
+            problems.append(
+                Problem(
+                    "ranks-disagree",
+                    "parameters",
+                    found=f"rank {rank}: {names[0]}",
+                    hint="pass the same parameters on every rank of group=; for pipeline stages the group of one stage",
+                )
+            )
             break
-    for name, meta in first.facts.sources.items():
-        if meta.tied_to != name:
-            hint = "pass one of them: an optimizer would update their memory twice"
-            problems.append(Problem("tied-weights", name, found=f"the memory of {meta.tied_to}", hint=hint))
+    problems += [
+        Problem(
+            "tied-weights",
+            name,
+            found=f"the memory of {meta.tied_to}",
+            hint="pass one of them: an optimizer would update their memory twice",
+        )
+        for name, meta in first.facts.sources.items()
+        if meta.tied_to != name
+    ]
     facts = [metadata.facts for metadata in everyone]
     raise_problems([*problems, *(p for fact in facts for p in fact.problems)])
     layouts = {move.source: move.plan for move in plan_state_dict(facts, "rank 0", None, _ONE_EXCHANGE).moves}
@@ -268,8 +280,14 @@ def declared_local(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.
     if hasattr(value, "device_mesh") or hasattr(value, ATTRIBUTE):
         return value
     if value.layout is not torch.strided:
-        hint = "only dense gradients are moved: nn.Embedding(sparse=False)"
-        raise PlanError(Problem("unsupported-tensor", name, found=f"a gradient of layout {value.layout}", hint=hint))
+        raise PlanError(
+            Problem(
+                "unsupported-tensor",
+                name,
+                found=f"a gradient of layout {value.layout}",
+                hint="only dense gradients are moved: nn.Embedding(sparse=False)",
+            )
+        )
     view = value.detach()
     if (info := getattr(like, ATTRIBUTE, None)) is not None:
         setattr(view, ATTRIBUTE, info)

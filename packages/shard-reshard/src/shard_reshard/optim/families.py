@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import PlanError, Problem, raise_problems
 from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.optim.plan import Matrix
 
@@ -41,8 +41,14 @@ def groups_of(given: Any) -> tuple[list[Group], bool]:
         named: dict[str, nn.Parameter] = {}
         for pair in pairs:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-                hint = "pass model.named_parameters(), or groups {'params': [(name, parameter), ...], 'lr': ...}"
-                raise PlanError(Problem("wrong-type", "named_parameters", found=f"{type(pair).__name__}", hint=hint))
+                raise PlanError(
+                    Problem(
+                        "wrong-type",
+                        "named_parameters",
+                        found=f"{type(pair).__name__}",
+                        hint="pass model.named_parameters(), or groups {'params': [(name, parameter), ...], 'lr': ...}",
+                    )
+                )
             name: str = pair[0]
             parameter: Any = pair[1]
             if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
@@ -50,8 +56,11 @@ def groups_of(given: Any) -> tuple[list[Group], bool]:
                 raise PlanError(Problem("wrong-type", name, found=reason, hint="pass parameters"))
             if id(parameter) not in seen:
                 if name in named or any(name in group.parameters for group in groups):
-                    hint = "give each parameter a name of its own"
-                    raise PlanError(Problem("duplicate-name", name, found="two parameters", hint=hint))
+                    raise PlanError(
+                        Problem(
+                            "duplicate-name", name, found="two parameters", hint="give each parameter a name of its own"
+                        )
+                    )
                 seen.add(id(parameter))
                 named[name] = pair[1]
         groups.append(Group(options, named))
@@ -80,10 +89,15 @@ def routed(names: Iterable[str], patterns: Sequence[str], has_rest: bool, whole:
             if number not in numbers.values()
         ]
         if has_rest and -1 not in numbers.values():
-            reason, hint = "every parameter matches a pattern of make=", "leave it out"
-            problems.append(Problem("conflicting-arguments", "in_shards", found=reason, hint=hint))
-    if problems:
-        raise PlanError(problems)
+            problems.append(
+                Problem(
+                    "conflicting-arguments",
+                    "in_shards",
+                    found="every parameter matches a pattern of make=",
+                    hint="leave it out",
+                )
+            )
+    raise_problems(problems)
     return numbers
 
 
@@ -123,8 +137,14 @@ class Family:
             params = [tensors[at] for _, positions in self.groups for at in positions if at in tensors]
         optimizer: Any = self.make(params)
         if not isinstance(optimizer, Optimizer):
-            hint = "return an optimizer: lambda params: torch.optim.Muon(params, lr=0.02)"
-            raise PlanError(Problem("wrong-type", "make", found=f"a {type(optimizer).__name__}", hint=hint))
+            raise PlanError(
+                Problem(
+                    "wrong-type",
+                    "make",
+                    found=f"a {type(optimizer).__name__}",
+                    hint="return an optimizer: lambda params: torch.optim.Muon(params, lr=0.02)",
+                )
+            )
         if self.members:
             self._compare(optimizer, tensors)
         return optimizer
@@ -202,11 +222,18 @@ def check_per_matrix(family: Family, optimizer: Optimizer, tensors: Mapping[int,
         alone = [_trial(family, chosen, shapes, [at])[0] for at in chosen]
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
-        reason = f"it cannot be tried on tensors of {shapes}: {type(error).__name__}: {text}"
-        raise PlanError(Problem("not-per-matrix", where, found=reason, hint=hint)) from error
+        raise PlanError(
+            Problem(
+                "not-per-matrix",
+                where,
+                found=f"it cannot be tried on tensors of {shapes}: {type(error).__name__}: {text}",
+                hint=hint,
+            )
+        ) from error
     if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(joint, alone, strict=True)):
-        reason = "its update of a tensor depends on the other tensors"
-        raise PlanError(Problem("not-per-matrix", where, found=reason, hint=hint))
+        raise PlanError(
+            Problem("not-per-matrix", where, found="its update of a tensor depends on the other tensors", hint=hint)
+        )
 
 
 def _trial(

@@ -135,8 +135,7 @@ class WholeMatrices(NotPicklable, Optimizer):
         planned = plan_together(members, mine, owners, options["bucket_bytes"], options["together"])
         rest = {name: p for name, p in parameters.items() if name not in owned}
         plain = [name for name, meta in mine.facts.sources.items() if meta.layout is None]
-        exchange = Exchange(members, planned)
-        block, failure = Block(exchange, list(parameters), owned, rest, plain), None
+        block, failure = Block(Exchange(members, planned), list(parameters), owned, rest, plain), None
         try:
             self._make_optimizers(block, groups, grouped, routes)
         except Exception as error:
@@ -148,8 +147,9 @@ class WholeMatrices(NotPicklable, Optimizer):
         """Yield what the caller says of parameters that have no owner."""
         for key in ("layouts", "shapes"):
             for name in self._options[key].keys() - set(owned):
-                hint = "name parameters that a pattern of make= matches"
-                yield Problem("unknown-name", key, found=repr(name), hint=hint)
+                yield Problem(
+                    "unknown-name", key, found=repr(name), hint="name parameters that a pattern of make= matches"
+                )
         yield from unmatched(self._options["together"], owned)
 
     def _make_optimizers(self, block: Block, groups: list[Group], grouped: bool, routes: Mapping[str, int]) -> None:
@@ -206,8 +206,11 @@ class WholeMatrices(NotPicklable, Optimizer):
             names = set(self._engine.names.values())
             for name, parameter in groups[0].parameters.items():
                 if id(parameter) in before or name in names:
-                    hint = "a parameter is in one group"
-                    raise PlanError(Problem("duplicate-name", name, found="it is in a group already", hint=hint))
+                    raise PlanError(
+                        Problem(
+                            "duplicate-name", name, found="it is in a group already", hint="a parameter is in one group"
+                        )
+                    )
         except Exception as error:
             raise_on_all_ranks(self._engine.members, error)
         block = self._block(groups, True, whole=False)

@@ -196,8 +196,9 @@ class OwnerPlan:
                 text = f"  {matrix.name}: {shape} {matrix.dtype} on rank {self.owners[at]}, chunk {chunk_of[at]}"
                 lines.append(text if self.sent is None else f"{text}, {human(sum(self.sent[at]))} sent")
         if not lines:
-            hint = "print(plan.explain()) lists all"
-            raise PlanError(Problem("unknown-name", "explain", found=repr(name), hint=hint))
+            raise PlanError(
+                Problem("unknown-name", "explain", found=repr(name), hint="print(plan.explain()) lists all")
+            )
         return "\n".join(lines)
 
     def _by_rank(self, number: Callable[[Matrix], int]) -> list[int]:
@@ -275,8 +276,7 @@ def assign(
     """
     limit: Any = bucket_bytes  # callers are untyped
     if not isinstance(limit, int) or limit < 1:
-        hint = "at least one byte"
-        raise PlanError(Problem("invalid-argument", "bucket_bytes", found=repr(bucket_bytes), hint=hint))
+        raise PlanError(Problem("invalid-argument", "bucket_bytes", found=repr(bucket_bytes), hint="at least one byte"))
     allowed, fixed = _allowed(matrices, world_size, owners)
     holdings = _Holdings()
     held = [holdings.held(matrix, layout, world_size) for matrix, layout in zip(matrices, maps, strict=True)]
@@ -326,9 +326,14 @@ class _Holdings:
         key = id(layout), matrix.expert, matrix.dim, matrix.start, matrix.size
         if key not in self._known:
             if (last := max(layout.ranks, default=-1)) >= world_size:
-                reason = f"the layout names rank {last}, the group has {world_size} ranks"
-                hint = "pass a larger group"
-                raise PlanError(Problem("rank-outside-mesh", matrix.parameter, found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "rank-outside-mesh",
+                        matrix.parameter,
+                        found=f"the layout names rank {last}, the group has {world_size} ranks",
+                        hint="pass a larger group",
+                    )
+                )
             low, high = [0] * len(layout.shape), list(layout.shape)
             if matrix.size is not None:
                 low[matrix.dim], high[matrix.dim] = matrix.start, matrix.start + matrix.size

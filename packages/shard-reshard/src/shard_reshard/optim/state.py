@@ -62,8 +62,7 @@ def _by_name(optimizer: Optimizer, named: Mapping[int, str]) -> dict[str, Entry]
 
 def _allocated(block: Block) -> Iterator[tuple[str, Entry]]:
     """Yield state for this rank's matrices that have none: of a step on zeros, one matrix at a time."""
-    owners = block.owners
-    for chunk in range(len(owners.chunks)):
+    for chunk in range(len(block.owners.chunks)):
         family = block.family_of(chunk)
         for at, matrix in block.owned(chunk):
             parameter = block.parameters[matrix.parameter]
@@ -98,9 +97,14 @@ def _with_layouts(block: Block, state: dict[str, Entry]) -> dict[str, Entry]:
                 continue
             assert info is not None
             if info.needs_sections:
-                hint = "give the parameter to make=, where its sections are matrices"
-                reason = "state of a fused parameter in its shards, which no DTensor describes"
-                raise PlanError(Problem("unsupported-tensor", name, found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "unsupported-tensor",
+                        name,
+                        found="state of a fused parameter in its shards, which no DTensor describes",
+                        hint="give the parameter to make=, where its sections are matrices",
+                    )
+                )
             entry[key] = as_dtensor(local_tensor(value), info.mesh, info.placements, info.shape)
     return state
 
@@ -160,8 +164,14 @@ def load_state(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dic
 def _parsed(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> Given:
     """Return a state dict of ours, or of torch's optimizer in one process, with names of matrices."""
     if not {"state", "param_groups"} <= set(state_dict):
-        hint = "pass what state_dict() of this class or of a torch optimizer returned"
-        raise PlanError(Problem("wrong-type", "state_dict", found=f"keys {sorted(map(str, state_dict))}", hint=hint))
+        raise PlanError(
+            Problem(
+                "wrong-type",
+                "state_dict",
+                found=f"keys {sorted(map(str, state_dict))}",
+                hint="pass what state_dict() of this class or of a torch optimizer returned",
+            )
+        )
     groups = state_dict["param_groups"]
     names = engine.names
     own = [[names[id(p)] for p in group["params"]] for group in param_groups]
@@ -174,19 +184,28 @@ def _parsed(engine: Engine, param_groups: Sequence[dict[str, Any]], state_dict: 
         order = [name for group in groups for name in group.get("param_names", ())]
         order = order or list(dict.fromkeys(name for block in engine.blocks for name in block.order))
         if len(order) != len(total):
-            reason = f"{len(total)} parameters, this optimizer has {len(order)}"
-            raise PlanError(Problem("argument-count", "state_dict", found=reason, hint="load it into the same groups"))
+            raise PlanError(
+                Problem(
+                    "argument-count",
+                    "state_dict",
+                    found=f"{len(total)} parameters, this optimizer has {len(order)}",
+                    hint="load it into the same groups",
+                )
+            )
         name_of = dict(zip(total, order, strict=True))
         listed = [[name_of[number] for number in group["params"]] for group in groups]
         by_parameter = {name_of[number]: dict(entry) for number, entry in state_dict["state"].items()}
         state = {name: entry for block in engine.blocks for name, entry in _split(block, by_parameter)}
         stepped = list(state)
     if [sorted(group) for group in listed] != [sorted(group) for group in own]:
-        reason = (
-            f"groups of {[len(group) for group in listed]} parameters, this optimizer's are of {list(map(len, own))}"
+        raise PlanError(
+            Problem(
+                "invalid-argument",
+                "param_groups",
+                found=f"groups of {list(map(len, listed))} parameters, this optimizer's are of {list(map(len, own))}",
+                hint="make the same parameter groups, of the same names, before loading",
+            )
         )
-        hint = "make the same parameter groups, of the same names, before loading"
-        raise PlanError(Problem("invalid-argument", "param_groups", found=reason, hint=hint))
     values = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
     return Given(state, list(zip(values, listed, strict=True)), state_dict.get("steps"), stepped)
 
@@ -205,21 +224,30 @@ def _split(block: Block, by_parameter: Mapping[str, Entry]) -> Iterator[tuple[st
         for key, value in entry.items():
             is_one = matrix.name == matrix.parameter or not torch.is_tensor(value) or value.numel() <= 1
             if not is_one and value.numel() != elements[matrix.parameter]:
-                reason = f"{key} of {tuple(value.shape)} belongs to the parameter, which is several matrices here"
-                hint = f"pass together=[{matrix.parameter!r}], or load the model's weights alone"
-                raise PlanError(Problem("shape-mismatch", matrix.parameter, found=reason, hint=hint))
+                raise PlanError(
+                    Problem(
+                        "shape-mismatch",
+                        matrix.parameter,
+                        found=f"{key} of {tuple(value.shape)} belongs to the parameter, which is several matrices here",
+                        hint=f"pass together=[{matrix.parameter!r}], or load the model's weights alone",
+                    )
+                )
             own[key] = value if is_one else matrix.window(value)
         yield matrix.name, own
 
 
 def _compare(everyone: Sequence[tuple[Any, ...]], stepped: Sequence[str], engine: Engine) -> None:
     """Raise on all ranks what keeps the state of all ranks from being loaded."""
-    problems: list[Problem] = []
-    for rank, other in enumerate(everyone):
-        if repr(other[1:3]) != repr(everyone[0][1:3]):
-            reason = f"rank {rank}: other groups or another number of steps than rank 0"
-            hint = "pass parts of one checkpoint on every rank"
-            problems.append(Problem("ranks-disagree", "state_dict", found=reason, hint=hint))
+    problems = [
+        Problem(
+            "ranks-disagree",
+            "state_dict",
+            found=f"rank {rank}: other groups or another number of steps than rank 0",
+            hint="pass parts of one checkpoint on every rank",
+        )
+        for rank, other in enumerate(everyone)
+        if repr(other[1:3]) != repr(everyone[0][1:3])
+    ]
     held = {name for other in everyone for name in other[0]}
     matrices = {matrix.name for block in engine.blocks for matrix in block.owners.matrices}
     rest = {name for block in engine.blocks for name in block.rest}
@@ -228,11 +256,23 @@ def _compare(everyone: Sequence[tuple[Any, ...]], stepped: Sequence[str], engine
         if name in rest:
             lacking = [rank for rank, other in enumerate(everyone) if name not in other[0]]
             if lacking:
-                reason = f"rank {lacking[0]} does not pass the state of its shard"
-                problems.append(Problem("missing-source", name, found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "missing-source",
+                        name,
+                        found=f"rank {lacking[0]} does not pass the state of its shard",
+                        hint=hint,
+                    )
+                )
         elif name not in matrices:
-            text = "this optimizer has no such matrix"
-            problems.append(Problem("unknown-name", name, found=text, hint="pass the same parameters and together="))
+            problems.append(
+                Problem(
+                    "unknown-name",
+                    name,
+                    found="this optimizer has no such matrix",
+                    hint="pass the same parameters and together=",
+                )
+            )
         elif name not in held:
             problems.append(Problem("missing-source", name, found="no rank passes its state", hint=hint))
     raise_problems(condensed(problems))
@@ -301,9 +341,14 @@ def _install_in_shards(block: Block, optimizer: Optimizer, state: Mapping[str, E
             if torch.is_tensor(value) and value.dim():
                 wanted = local_tensor(parameter).shape
                 if local_tensor(value).shape != wanted:
-                    reason = f"{key} of {tuple(local_tensor(value).shape)}, the shard is of {tuple(wanted)}"
-                    hint = "load it by torch.distributed.checkpoint into state_dict(allocate=True)"
-                    raise PlanError(Problem("shape-mismatch", name, found=reason, hint=hint))
+                    raise PlanError(
+                        Problem(
+                            "shape-mismatch",
+                            name,
+                            found=f"{key} of {tuple(local_tensor(value).shape)}, the shard is of {tuple(wanted)}",
+                            hint="load it by torch.distributed.checkpoint into state_dict(allocate=True)",
+                        )
+                    )
                 if not hasattr(parameter, "device_mesh"):
                     entry[key] = local_tensor(value)
     _load(optimizer, {id(parameter): name for name, parameter in block.rest.items()}, entries)

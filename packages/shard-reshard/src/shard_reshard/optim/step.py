@@ -54,8 +54,7 @@ def take_step(engine: Engine, scaling: Scaling) -> None:
     after = _hyperparameters(turns, stepped)
     changed = any(any(values) for values in after.values())
     try:
-        lines = ["the end of a step"]
-        rows = all_gather_row(engine.members, _END, bytes([changed]), lines, problems)
+        rows = all_gather_row(engine.members, _END, bytes([changed]), ["the end of a step"], problems)
     except PlanError as joint:
         raise joint from (failures[0] if failures else None)
     if any(row[0] for row in rows):
@@ -134,22 +133,43 @@ def _disagreements(everyone: Sequence[tuple[Any, Any, Any]]) -> list[Problem]:
         for (mine, unlike), (theirs, others) in zip(first[0], other[0], strict=True):
             for name in sorted(set(mine) ^ set(theirs)):
                 has, lacks = (0, rank) if name in mine else (rank, 0)
-                reason = f"rank {has} has a gradient, rank {lacks} has none"
-                hint = "gradients are None on all ranks or on none: fill the missing ones with zeros"
-                problems.append(Problem("ranks-disagree", name, found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "ranks-disagree",
+                        name,
+                        found=f"rank {has} has a gradient, rank {lacks} has none",
+                        hint="gradients are None on all ranks or on none: fill the missing ones with zeros",
+                    )
+                )
             for name in sorted(dict(set(unlike) ^ set(others))):
-                reason = f"gradient of {dict(unlike).get(name)} on rank 0, of {dict(others).get(name)} on rank {rank}"
-                hint = "a gradient has one layout on all ranks"
-                problems.append(Problem("ranks-disagree", name, found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "ranks-disagree",
+                        name,
+                        found=f"gradient of {dict(unlike).get(name)} on rank 0, "
+                        f"of {dict(others).get(name)} on rank {rank}",
+                        hint="a gradient has one layout on all ranks",
+                    )
+                )
         for number, (mine, theirs) in enumerate(zip(first[1], other[1], strict=True)):
             for key in sorted(dict(set(mine) ^ set(theirs))):
-                reason = f"{dict(mine).get(key)} on rank 0, {dict(theirs).get(key)} on rank {rank}"
-                hint = "write the same hyperparameters, and call schedulers, on every rank"
-                problems.append(Problem("ranks-disagree", f"param_groups[{number}][{key!r}]", found=reason, hint=hint))
+                problems.append(
+                    Problem(
+                        "ranks-disagree",
+                        f"param_groups[{number}][{key!r}]",
+                        found=f"{dict(mine).get(key)} on rank 0, {dict(theirs).get(key)} on rank {rank}",
+                        hint="write the same hyperparameters, and call schedulers, on every rank",
+                    )
+                )
         if first[2] != other[2]:
-            reason = f"a loss scale of {first[2]} on rank 0, of {other[2]} on rank {rank}"
-            hint = "after a step that was skipped, give every rank the least scale: scaler.update(new_scale)"
-            problems.append(Problem("ranks-disagree", "GradScaler", found=reason, hint=hint))
+            problems.append(
+                Problem(
+                    "ranks-disagree",
+                    "GradScaler",
+                    found=f"a loss scale of {first[2]} on rank 0, of {other[2]} on rank {rank}",
+                    hint="after a step that was skipped, give every rank the least scale: scaler.update(new_scale)",
+                )
+            )
     return list({(p.code, p.name): p for p in problems}.values())
 
 
@@ -165,8 +185,14 @@ def _compare_plain(engine: Engine, gradients: Sequence[Gradients]) -> None:
         sums = {name: bytes(tensor_hash(value).view(torch.uint8).tolist()) for name, value in plain}
         hint = "average them over ranks before the step, as DistributedDataParallel does"
         code, _, _ = PLAIN
-        reason = "the gradient of a full parameter differs between ranks"
-        raise_problems(differing(all_gather_objects(engine.members.group, sums, _SUBJECT), code, reason, hint))
+        raise_problems(
+            differing(
+                all_gather_objects(engine.members.group, sums, _SUBJECT),
+                code,
+                "the gradient of a full parameter differs between ranks",
+                hint,
+            )
+        )
         engine.compared.update(sums)
 
 
@@ -214,9 +240,12 @@ def _update(turn: _Turn, scaling: Scaling, problems: list[Problem], failures: li
 
 def _failed(where: str, error: Exception) -> Problem:
     """Return the problem of an optimizer that raised on this rank: always a failed rank, whatever it raised."""
-    reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    hint = "see the traceback of that rank; parameters have their old values"
-    return Problem("rank-failed", where, found=reason, hint=hint)
+    return Problem(
+        "rank-failed",
+        where,
+        found=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+        hint="see the traceback of that rank; parameters have their old values",
+    )
 
 
 def _update_chunk(block: Block, chunk: int, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -295,8 +324,7 @@ def _written(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, A
     """Return the hyperparameters of an owner's group that its optimizer has changed, tensors as numbers."""
     written: dict[str, Any] = {}
     for key, value in group.items():
-        old = before.get(key)
-        plain = [each.tolist() if torch.is_tensor(each) else each for each in (old, value)]
+        plain = [each.tolist() if torch.is_tensor(each) else each for each in (before.get(key), value)]
         if key not in ("params", "param_names") and repr(plain[0]) != repr(plain[1]):
             written[key] = plain[1]
     return written
@@ -315,10 +343,13 @@ def _share_hyperparameters(engine: Engine, turns: Sequence[_Turn], mine: Mapping
         for number, (mine_, other) in enumerate(zip(first, values, strict=True)):
             for key in sorted({*mine_, *other}):
                 if repr(mine_.get(key)) != repr(other.get(key)):
-                    reason = f"{mine_.get(key)!r} on one owner, {other.get(key)!r} on another"
-                    hint = "use an optimizer that updates each tensor from its own gradient and state"
                     raise PlanError(
-                        Problem("not-per-matrix", f"param_groups[{number}][{key!r}]", found=reason, hint=hint)
+                        Problem(
+                            "not-per-matrix",
+                            f"param_groups[{number}][{key!r}]",
+                            found=f"{mine_.get(key)!r} on one owner, {other.get(key)!r} on another",
+                            hint="use an optimizer that updates each tensor from its own gradient and state",
+                        )
                     )
     for (block, family), values in results.items():
         for outer, now in zip(turns[block].block.families[family].outer, values, strict=True):

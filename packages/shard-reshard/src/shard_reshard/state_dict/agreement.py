@@ -59,9 +59,12 @@ def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None, *, out: bool =
             if not isinstance(value, torch.Tensor) or id(value) in own_ids:
                 continue
             if name not in own or memory_of(local_tensor(value)) != memory_of(local_tensor(own[name])):
-                reason = "a tensor that the module's state_dict() makes: what is written to it is lost"
-                hint = "pass a mapping of the module's own tensors, and load_state_dict() the rest of the result"
-                raise refusal("invalid-out", name, found=reason, hint=hint)
+                raise refusal(
+                    "invalid-out",
+                    name,
+                    found="a tensor that the module's state_dict() makes: what is written to it is lost",
+                    hint="pass a mapping of the module's own tensors, and load_state_dict() the rest of the result",
+                )
             tensors[name] = own[name]
         return tensors
     unusual = [kind for kind in set(map(type, given.values())) - PLAIN_TYPES if not hasattr(kind, "device_mesh")]
@@ -130,12 +133,15 @@ def collect_metadata(
     if strange:
         raise refusal("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
     if not hasattr(src_layouts, "items"):
-        hint = "give a layout for each name: src_layouts=dict.fromkeys(names, layout)"
-        raise refusal("invalid-argument", "src_layouts", found=repr(src_layouts), hint=hint)
+        raise refusal(
+            "invalid-argument",
+            "src_layouts",
+            found=repr(src_layouts),
+            hint="give a layout for each name: src_layouts=dict.fromkeys(names, layout)",
+        )
     problems: list[Problem] = []
     if pairs:
-        derived = _scale_layouts(state_dict, src_layouts, shapes, members, pairs, problems)
-        src_layouts = {**src_layouts, **derived}
+        src_layouts = {**src_layouts, **_scale_layouts(state_dict, src_layouts, shapes, members, pairs, problems)}
     sources: dict[str, TensorMeta] = {}
     known_outs: dict[str, TensorMeta] = {}
     alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts as one object, pickled once
@@ -153,8 +159,7 @@ def collect_metadata(
                     )
                 if value.is_nested or value.layout is not torch.strided:
                     reason = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
-                    hint = "only dense tensors can be moved"
-                    raise refusal("unsupported-tensor", name, found=reason, hint=hint)
+                    raise refusal("unsupported-tensor", name, found=reason, hint="only dense tensors can be moved")
                 if wanted is None:  # declared by the tensor, or plain: None for a full tensor
                     layout = own_layout(name, value, members.to_group)
                     full = tuple(value.shape) if layout is None else layout.shape
@@ -233,7 +238,7 @@ def local_tensor(value: Any) -> torch.Tensor:
 
 def local_tensors(outs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the local tensors of all tensors; other values of a mapping are left out."""
-    locals_ = plain_locals(list(outs.values()))  # fast path of most state dicts
+    locals_ = plain_locals(list(outs.values()), detach=True)  # fast path of most state dicts
     if locals_ is not None:
         return dict(zip(outs, locals_, strict=True))
     return {name: local_tensor(value) for name, value in outs.items() if isinstance(value, torch.Tensor)}
@@ -295,8 +300,7 @@ class Question(NamedTuple):
             texts.append((name, text))
         options = (self.bucket_bytes, self.strict, self.check, self.changed_only, self.serial, self.casts, self.pairs)
         keys = "a function" if callable(self.key_map) else sorted((self.key_map or {}).items())
-        content = facts, keys, options, sorted(texts)
-        return hashlib.sha256(repr(content).encode()).digest()[:24]
+        return hashlib.sha256(repr((facts, keys, options, sorted(texts))).encode()).digest()[:24]
 
 
 class Row(NamedTuple):
@@ -376,8 +380,11 @@ class PlanConsensus:
         options: Any = {"strict": question.strict, "casts": question.casts, "pairs": question.pairs}
         plan = plan_state_dict([facts for facts, _ in everyone], *question[:3], members.to_group, **options)
         problems += group_problems((move.plan for move in plan.moves), members.size)
-        text = f"check={question.check} changed_only={question.changed_only}"
-        return plan, [*plan.lines, text, f"plan {plan.digest}"]
+        return plan, [
+            *plan.lines,
+            f"check={question.check} changed_only={question.changed_only}",
+            f"plan {plan.digest}",
+        ]
 
 
 def _short(plan: StateDictPlan) -> bytes:

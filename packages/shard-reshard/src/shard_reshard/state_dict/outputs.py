@@ -26,9 +26,9 @@ from shard_reshard.execution.exchange import Workspace
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.group import GroupInfo, assert_consistent
 from shard_reshard.layout.boxes import BoxShardMap, PieceShardMap
-from shard_reshard.layout.shard_map import torch_dtype
+from shard_reshard.layout.shard_map import dtype_name, torch_dtype
 from shard_reshard.state_dict.agreement import declared_mismatches
-from shard_reshard.state_dict.pairs import Conversion
+from shard_reshard.state_dict.pairs import VALUES, Conversion, apart_problems
 from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan, TensorMeta, TensorMove, given_layout
 
 
@@ -128,8 +128,11 @@ class LocalTargets:
             if memory_of(sources[name]) != memory_of(sources[first])
         ]
         if unchanged:  # guards on metadata do not see storage that was freed
-            freed = [f"{name}: {where}, source" for name, tensor in sources.items() if not has_memory(tensor)]
-            return problems + [Problem("no-data", name, None, None, *FREED) for name in freed]
+            return problems + [
+                Problem("no-data", f"{name}: {where}, source", None, None, *FREED)
+                for name, tensor in sources.items()
+                if not has_memory(tensor)
+            ]
         if strange := sorted(given.keys() - self._known.keys()) if given is not None else []:
             hint = "leave them out, or make a resharder for a state dict that has them"
             problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
@@ -155,6 +158,7 @@ class LocalTargets:
         sources: Mapping[str, torch.Tensor],
         atomic: bool,
         strict: bool,
+        casts: str,
     ) -> list[Problem]:
         """Return the problems of ``given`` as ``out`` on this rank (locally ``outs``)."""
         targets = self.plan.outputs
@@ -174,8 +178,11 @@ class LocalTargets:
                     "pass a local tensor of that shape, or another layout in dst_layouts",
                 )
             elif len(shapes) > 1:
-                hint = "leave it out of out=; the result has a list of tensors"
-                add("argument-count", f"one tensor for {len(shapes)} boxes", hint)
+                add(
+                    "argument-count",
+                    f"one tensor for {len(shapes)} boxes",
+                    "leave it out of out=; the result has a list of tensors",
+                )
             elif not shapes and strict and out.numel():
                 add(
                     "missing-source",
@@ -186,11 +193,25 @@ class LocalTargets:
             if name in targets and not isinstance(value, torch.Tensor):
                 add("wrong-type", f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out=")
         memories = {address(out) for out in planned.values()} if len(planned) < len(outs) else set()
-        for name, out in outs.items() if strict else ():
-            # A tensor tied to a filled one is filled with it.
-            if name not in planned and address(out) not in memories:
-                hint = "leave it out of out=, or pass strict=False"
-                problems.append(Problem("missing-source", name, found="a tensor of out= without a source", hint=hint))
+        # A tensor tied to a filled one is filled with it.
+        left = {name for name, out in outs.items() if name not in planned and address(out) not in memories}
+        if strict:
+            problems += [
+                Problem(
+                    "missing-source",
+                    name,
+                    found="a tensor of out= without a source",
+                    hint="leave it out of out=, or pass strict=False",
+                )
+                for name in outs
+                if name in left
+            ]
+        elif casts == "exact":
+            dtypes = {name: dtype_name(out.dtype) for name, out in outs.items()}
+            partly = {name for name, value in self.plan.fills.items() if value is None}
+            hint = f"give both a source, {{source: %r}}; {VALUES}"
+            for moved, stays in ((outs.keys() - left, left), (outs.keys() - left - partly, partly)):
+                problems += apart_problems(dtypes, moved, stays, "which keeps values that it has in out=", hint)
         if not problems:
             # Tensors tied at the source too move once, and are written once. Ties only here would get two values.
             once = {(memory_of(out), self.plan.aliases.get(name, name)): name for name, out in planned.items()}
@@ -302,7 +323,10 @@ def write_outputs(
     ``names`` are those that are wanted, whose buckets have arrived; None: all.
     """
     plan, results, ready = here.plan, dict[str, Any](), arriving.ready
-    for name in plan.outputs if names is None else names:  # in the order of their names
+    names = plan.outputs if names is None else names  # in the order of their names
+    if arriving.in_place.issuperset(names):  # most kept calls: a step a tensor counts
+        return MovedStateDict({name: outs[name] for name in names})
+    for name in names:
         if name in arriving.in_place:
             results[name] = outs[name]
             continue

@@ -7,9 +7,8 @@ The value of an element is ``quantised * scale``, in every format here; ``weight
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from operator import sub
 from typing import NamedTuple, Protocol
@@ -63,8 +62,7 @@ class Pair:
     quantize: bool = False
 
     def __post_init__(self) -> None:
-        stars = self.weight.count("*"), self.scale.count("*")
-        if stars not in ((0, 0), (1, 1)):
+        if (self.weight.count("*"), self.scale.count("*")) not in ((0, 0), (1, 1)):
             raise refusal(
                 "invalid-argument",
                 "pairs",
@@ -108,8 +106,7 @@ class Pair:
         A name of another form, as the ``experts.up`` of ``experts.0.up.weight``, takes the scale's ending.
         """
         own = self.scale_of(source) or ""
-        ending = target + own.removeprefix(source) if own.startswith(source) else None
-        return self.scale_of(target) or ending
+        return self.scale_of(target) or (target + own.removeprefix(source) if own.startswith(source) else None)
 
     def block_of(self, shape: Index) -> Block:
         """Return the size of a block in each dim of a weight of ``shape``."""
@@ -142,7 +139,10 @@ def as_pairs(pairs: Pair | Iterable[Pair]) -> tuple[Pair, ...]:
 QUANTISED = FLOAT8 | {"int8", "uint8", "int32"}  # int32 holds packed numbers of 4 bits
 _SCALE = re.compile(r"scale|absmax|scb$|quant_state", re.IGNORECASE)
 _ZERO_POINT = re.compile(r"zeros?(_?points?)?$", re.IGNORECASE)
-_VALUES = "casts='values' casts the numbers as they are"
+_PACKED = re.compile(r"(_blocks|_packed)$")
+_COUNTS = re.compile(r"mask|index|position|count|length|ids?$|steps?$", re.IGNORECASE)  # integers that have no scale
+_FACTOR = re.compile(f"{_SCALE.pattern}|{_ZERO_POINT.pattern}|g_idx$|quant_map$", re.IGNORECASE)
+VALUES = "casts='values' casts the numbers as they are"
 
 
 class TensorDtype(Protocol):
@@ -153,25 +153,54 @@ class TensorDtype(Protocol):
 
 
 class Scales:
-    """Names that look like scales, by module."""
+    """Names that look like scales, by module; with ``all_factors`` also zero points and tables of a format.
 
-    def __init__(self, names: Iterable[str]) -> None:
+    A format keeps more than scales beside a weight: zero points, a permutation of columns (GPTQ's ``g_idx``), a table
+    of values (bitsandbytes' ``quant_map``). Without any of these the numbers of the weight have another value.
+    """
+
+    def __init__(self, names: Iterable[str], all_factors: bool = False) -> None:
         parts = [(name, *name.rpartition(".")[::2]) for name in names]
-        scales = [(module, name) for name, module, leaf in parts if _SCALE.search(leaf)]
+        pattern = _FACTOR if all_factors else _SCALE
+        scales = [(module, name) for name, module, leaf in parts if pattern.search(leaf)]
         outer = [(module.rpartition(".")[0], name) for module, name in scales if "." in module]
         self._by_module, self._by_outer = by_key(scales), by_key(outer)
 
-    def beside(self, name: str) -> str | None:
-        """Return the scale beside a tensor, or None.
+    def beside(self, name: str) -> list[str]:
+        """Return the scales beside a tensor.
 
-        For ``up.weight`` that is ``up.weight_scale``, ``up.weight.absmax``, ``up.weight_quantizer._scale``, or else any
-        scale of the module, as ``up.scale_weight``: formats name their scales in many ways.
+        For ``up.weight`` these are ``up.weight.absmax``; else ``up.weight_scale`` and ``up.weight_quantizer._scale``;
+        else any scale of the module, as ``up.scale_weight``: formats name their scales in many ways.
         """
         module, _, leaf = name.rpartition(".")
-        stem = f"{module}." * bool(module) + re.sub(r"(_blocks|_packed)$", "", leaf)
+        stem = f"{module}." * bool(module) + _PACKED.sub("", leaf)
         own = [other for other in self._by_module.get(module, ()) if other != name]
         named = [other for other in (*own, *self._by_outer.get(module, ())) if other.startswith(stem)]
-        return next(chain(self._by_module.get(name, ()), named, own), None)
+        return list(self._by_module.get(name, ())) or named or own
+
+
+def apart_problems(
+    dtypes: Mapping[str, str], moved: Collection[str], left: Collection[str], found: str, hint: str
+) -> list[Problem]:
+    """Return the problems of quantised tensors and their scales of which one is ``moved`` and the other ``left``.
+
+    ``dtypes`` are those of all tensors of one side by name. The numbers of a checkpoint under the scales of a model, or
+    the other way round, are values of neither. A mask of integers beside a ``scale`` is no quantised weight, as its
+    name says.
+    """
+    quantised = [name for name, dtype in dtypes.items() if dtype in QUANTISED] if left else []
+    beside, problems = Scales(dtypes if quantised else (), all_factors=True), list[Problem]()
+    for name in quantised:
+        leaf = name.rpartition(".")[2]
+        is_weight = dtypes[name] in FLOAT8 or not _COUNTS.search(leaf)
+        for scale in beside.beside(name):
+            known = (is_weight and not _FACTOR.search(leaf)) or scale.startswith(name)
+            if known and ((name in moved and scale in left) or (scale in moved and name in left)):
+                first, second = (name, scale) if name in moved else (scale, name)
+                problems.append(
+                    Problem("missing-tensor", first, found=f"moved without {second}, {found}", hint=hint % second)
+                )
+    return problems
 
 
 def weight_beside(scale: str, dtypes: Mapping[str, TensorDtype]) -> str | None:
@@ -189,22 +218,22 @@ def cast_problem(name: str, source: str, target: str, scales: Scales, out: str) 
     if source == target:
         return None
     reason = f"{source} to {target}"
-    scale = scales.beside(name) if source in QUANTISED else None
-    scale = scale or (scales.beside(out) if target in QUANTISED else None)
-    if scale is not None:
+    near = scales.beside(name) if source in QUANTISED else []
+    near = near or (scales.beside(out) if QUANTISED & {source, target} else [])
+    if near:
         act = "dequantize=True" if source in QUANTISED else "quantize=True"
         return Problem(
             "dtype-mismatch",
             name,
-            found=f"{reason} without the scale {scale}",
-            hint=f"pass pairs=Pair({name!r}, {scale!r}, block, {act}); {_VALUES}",
+            found=f"{reason} without the scale {near[0]}",
+            hint=f"pass pairs=Pair({name!r}, {near[0]!r}, block, {act}); {VALUES}",
         )
     if loses_values(source, target):
         return Problem(
             "dtype-mismatch",
             name,
             found=f"{reason}, which loses most values",
-            hint=f"quantise with a scale: pairs=Pair({name!r}, scale, block, quantize=True); {_VALUES}",
+            hint=f"quantise with a scale: pairs=Pair({name!r}, scale, block, quantize=True); {VALUES}",
         )
     return None
 
@@ -277,9 +306,14 @@ def zero_point_problems(names: Iterable[str], matched: Mapping[str, Matched]) ->
     """Return the problems of weights that a `Pair` dequantises although a zero point stands beside them."""
     zeros = by_key((name.rpartition(".")[0], name) for name in names if _ZERO_POINT.search(name))
     beside = {name: (zeros.get(name) or zeros.get(name.rpartition(".")[0]) or [""])[0] for name in matched}
-    hint = "dequantize it with its own library; a zero point that is 0 everywhere is left out: key_map={%r: None}"
     return [
-        Problem("unsupported-tensor", name, found=f"the zero point {zero}, which a Pair lacks", hint=hint % zero)
+        Problem(
+            "unsupported-tensor",
+            name,
+            found=f"the zero point {zero}, which a Pair lacks",
+            hint="dequantize it with its own library; "
+            f"a zero point that is 0 everywhere is left out: key_map={{{zero!r}: None}}",
+        )
         for name, zero in beside.items()
         if zero and matched[name].pair.dequantize
     ]
@@ -382,9 +416,14 @@ def _spans(
         start, stop, at = part.start[dim], part.stop[dim], part.local_start[dim]
         ends = stop % unit == 0 or (stop == length and at + stop - start == local[dim])
         if start % unit or at % unit or not ends:
-            reason = f"{layout.describe()} joins {start}..{stop} of dim {dim} in one local tensor, blocks are of {unit}"
-            hint = "several boxes of a local tensor begin and end at blocks; use another layout for it"
-            raise refusal("does-not-divide", name, dim, found=reason, hint=hint)
+            raise refusal(
+                "does-not-divide",
+                name,
+                dim,
+                found=f"{layout.describe()} joins {start}..{stop} of dim {dim} in one local tensor, "
+                f"blocks are of {unit}",
+                hint="several boxes of a local tensor begin and end at blocks; use another layout for it",
+            )
         spans.append((start, stop, at) if grown else (start // unit, -(-stop // unit), at // unit))
     return spans, local[dim] if grown else -(-local[dim] // unit)
 
@@ -435,7 +474,10 @@ class Conversion(NamedTuple):
         shifts = [at if size is None else at % size for at, size in zip(shifts, self.block, strict=True)]
         if not self.quantize:
             assert scale is not None
-            return [_times(weight, self._on_grid(scale, weight.ndim), self.block, shifts, torch_dtype(self.dtype))]
+            # The scale with the weight's dims, of size 1 where all elements share it.
+            by_axis = {axis: size for axis, size in zip(self.axes, scale.shape, strict=True) if axis is not None}
+            factors = scale.reshape([by_axis.get(dim, 1) for dim in range(weight.ndim)])
+            return [_times(weight, factors, self.block, shifts, torch_dtype(self.dtype))]
         dtype, scale_dtype = torch_dtype(self.dtype), torch_dtype(self.scale_dtype)
         scale_shape = self.scale_layout.local_shapes(rank)[number]
         if not pieces and not prod(scale_shape):
@@ -444,11 +486,6 @@ class Conversion(NamedTuple):
         for dim, (shift, size) in enumerate(zip(shifts, shape, strict=True)):
             quantised = quantised.narrow(dim, shift, size)
         return [quantised.contiguous(), grid.reshape(scale_shape)]
-
-    def _on_grid(self, scale: torch.Tensor, dims: int) -> torch.Tensor:
-        """Return a scale with the weight's dims, of size 1 where all elements share it."""
-        by_axis = {axis: size for axis, size in zip(self.axes, scale.shape, strict=True) if axis is not None}
-        return scale.reshape([by_axis.get(dim, 1) for dim in range(dims)])
 
 
 _ROWS_BYTES = 64 * 2**20  # float32 numbers of a step
@@ -468,8 +505,7 @@ def _times(
     step = max(1, _ROWS_BYTES // 4 // max(1, prod(weight.shape[1:])))
     for low in range(0, weight.shape[0], step):
         rows = slice(low, min(low + step, weight.shape[0]))
-        factor = _spread(factors, 0, rows.stop - low, block[0], shifts[0] + low)
-        result[rows].copy_(weight[rows].float() * factor)
+        result[rows].copy_(weight[rows].float() * _spread(factors, 0, rows.stop - low, block[0], shifts[0] + low))
     return result
 
 
@@ -477,8 +513,7 @@ def _spread(scale: torch.Tensor, dim: int, length: int, size: int | None, shift:
     """Return scales of blocks for each of ``length`` elements, the first at ``shift`` of the first block."""
     if size is None:
         return scale
-    places = (torch.arange(length, device=scale.device) + shift) // size
-    return scale.index_select(dim, places)
+    return scale.index_select(dim, ((torch.arange(length, device=scale.device) + shift) // size))
 
 
 def quantised_in_blocks(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
+from itertools import chain
 from math import prod
 from operator import add
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from shard_reshard.plan import all_ranks_copies
 from shard_reshard.planning import ReshardPlan, make_plan
 from shard_reshard.state_dict.pairs import (
     QUANTISED,
+    VALUES,
     Axes,
     Block,
     Conversion,
@@ -36,6 +38,7 @@ from shard_reshard.state_dict.pairs import (
     Pair,
     Scaled,
     Scales,
+    apart_problems,
     axes_by_dims,
     cast_problem,
     convertible,
@@ -267,7 +270,6 @@ def plan_state_dict(
     problems: list[Problem] = [p for facts in everyone for p in facts.problems]
     if casts not in ("exact", "values"):
         problems.append(Problem("invalid-argument", "casts", found=repr(casts), hint="'exact' or 'values'"))
-
     # Sources of all ranks, and the destinations of each.
     sources = _merge("source", [facts.sources for facts in everyone], problems)
     elsewhere = dict.fromkeys(name for facts in everyone for name in facts.elsewhere)
@@ -276,8 +278,7 @@ def plan_state_dict(
     asked = key_map({name: meta.shape for name, meta in sources.items()}) if callable(key_map) else key_map or {}
     hint = "key_map names tensors of the source state dict"
     problems += [_unknown("key_map", name, sources, hint) for name in asked if name not in sources]
-    matched: dict[str, Matched] = {}
-    keys = asked
+    matched, keys = dict[str, Matched](), asked
     if pairs:
         matched = matched_pairs({name: meta[:2] for name, meta in sources.items()}, pairs, problems)
         keys = _with_scales(asked, sources, matched, problems)
@@ -299,6 +300,9 @@ def plan_state_dict(
     where.outs = _merge("out", [facts.outs for facts in everyone], problems, located)
     targets, fills = where.targets(by_target, strict, casts, problems)
     outputs = where.outputs(targets) if where.conversions else targets
+    if casts == "exact" and dropped:
+        unchanged = {name: by_target[name] for name in targets.keys() - where.conversions.keys()}
+        problems += _left_out(unchanged, sources, targets, {n for n in dropped if asked.get(n, n) is not None})
     if any(pair.quantize for pair in pairs) and not where.made:
         problems.append(
             Problem(
@@ -327,9 +331,8 @@ def plan_state_dict(
         ]
     if problems:
         raise PlanError(condensed(problems))
-    routes = [route for of_target in by_target.values() for route in of_target]
-    order = {name: at for at, name in enumerate(sources)}
-    routes.sort(key=lambda route: order[route.source])  # stable: parts of a source stay in their order
+    order = {name: at for at, name in enumerate(sources)}  # stable: parts of a source stay in their order
+    routes = sorted(chain.from_iterable(by_target.values()), key=lambda route: order[route.source])
     tied = any(meta.tied_to != name for name, meta in sources.items())
     aliases = _aliases(sources, where.outs, by_target, routes, targets) if tied else {}
     aliases = where.alike(aliases) if where.conversions else aliases
@@ -397,6 +400,25 @@ def _expected(
     scales = {entry.scale for weight, entry in matched.items() if weight in used}
     left_out -= {name for name in left_out if any(route.source in scales for route in by_target[name])}
     return {name: routes for name, routes in by_target.items() if name not in left_out}
+
+
+def _left_out(
+    by_target: Mapping[str, Sequence[Route]],
+    sources: Mapping[str, TensorMeta],
+    targets: Mapping[str, tuple[ShardMap, str]],
+    left: Set[str],
+) -> list[Problem]:
+    """Return the problems of sources that move in their dtype while what stands beside them is ``left`` out."""
+    moved = {
+        r.source for name, routes in by_target.items() for r in routes if sources[r.source].dtype == targets[name][1]
+    }
+    return apart_problems(
+        {name: meta.dtype for name, meta in sources.items()},
+        moved,
+        left,
+        "a source that unexpected= leaves out",
+        f"name its destination in key_map, {{%r: name}}, or None to leave it out; {VALUES}",
+    )
 
 
 def _with_scales(
@@ -552,8 +574,7 @@ class _Where:
         for scale, entry in self.scaled.items():
             # A plain scale of another size than the full one is the shard that goes with a shard of the weight.
             grid = prod(grid_of(self.shapes[entry.weight][0], entry.block))
-            tables = [facts.outs for facts in self.everyone]
-            if any(scale in table and prod(table[scale].shape) != grid for table in tables):
+            if any(scale in facts.outs and prod(facts.outs[scale].shape) != grid for facts in self.everyone):
                 self.local.add(scale)
 
     def targets(
@@ -923,8 +944,9 @@ def _least_shape(
         )
     if len({len(route.stop) for route in routes}) > 1:
         reason = ", ".join(f"{route.source} {route.shape}" for route in routes)
-        hint = "parts of one tensor have its number of dims"
-        problems.append(Problem("ranks-disagree", name, found=reason, hint=hint))
+        problems.append(
+            Problem("ranks-disagree", name, found=reason, hint="parts of one tensor have its number of dims")
+        )
         routes = routes[:1]
     return tuple(map(max, zip(*(route.stop for route in routes), strict=True))), sources[routes[0].source].dtype
 
@@ -964,8 +986,8 @@ def _fill(
     )
     if gaps and (values or stays):  # overlaps are never allowed
         fills[name] = values[0] if values else None
-    elif problems:
-        raise PlanError(problems)
+    else:
+        raise_problems(problems)
 
 
 def kept_layouts(dst_layouts: DstLayouts) -> DstLayouts:

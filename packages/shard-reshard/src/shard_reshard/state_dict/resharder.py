@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import Problem, raise_problems, refusal
-from shard_reshard._torch_compat import declared_layouts, is_fake, outside_of_graphs, unregister_group
+from shard_reshard._torch_compat import (
+    declared_layouts,
+    is_fake,
+    outside_of_graphs,
+    plain_locals,
+    unregister_group,
+)
 from shard_reshard.execution.checks import Match, TensorGuards, not_transformed, record_guards
 from shard_reshard.execution.mover import NotPicklable, schedules
 from shard_reshard.group import assert_consistent, group_info, raise_on_all_ranks
@@ -85,7 +91,8 @@ def reshard_state_dict(
             its old values. False fills ``out`` as tensors arrive, and the death of a sender leaves a mixture.
         strict: Report elements of ``out`` without a source as a problem; False leaves these unchanged.
         check: "first" or "always", see `reshard`.
-        casts: "exact" refuses casts into ``out`` that lose a scale or most values. "values" casts the numbers.
+        casts: "exact" refuses casts into ``out`` that lose a scale or most values, and to fill a quantised tensor whose
+            scale keeps its value in ``out`` (with ``strict=False``). "values" casts the numbers, and moves them alone.
         pairs: Quantised weights and their scales, see `Pair`.
         async_op: Return a `StateDictWork`, whose buckets are waited for one by one. Problems are raised by this call.
         in_flight: With ``async_op``, how many buckets are posted ahead of the one that the caller waits for.
@@ -113,8 +120,7 @@ def reshard_state_dict(
         recent: tuple[StateDictCalls, PreparedState] | None = None
         for earlier, calls in reversed(list(schedules.of(members.group, "state dict").values())) if replays else ():
             if recent is None and earlier == asked and calls.guards is not None:
-                with torch.no_grad():  # as when the guards were recorded
-                    compared = calls.matched(tensors, targets)
+                compared = calls.matched(tensors, targets)
                 if compared[2] is not Match.NONE:
                     recent = calls, calls.prepare(tensors, targets, atomic, compared)
         if recent is None:
@@ -255,8 +261,7 @@ class StateDictResharder(NotPicklable):
             for mover in self._calls.here.movers:
                 assert mover.changes is not None
                 mover.changes.begin(full=len(set(tokens)) > 1)
-            ended = hashlib.sha256(b"".join(tokens)).digest()[:16]
-            done = partial(setattr, self, "_token", ended)
+            done = partial(setattr, self, "_token", hashlib.sha256(b"".join(tokens)).digest()[:16])
         result = self._calls.move(call, ahead, done)
         self._work = weakref.ref(result) if ahead is not None else None
         return result
@@ -281,25 +286,33 @@ class StateDictCalls:
         self.here = LocalTargets(consensus.members, self.plan, question.dst_layouts, **options)
         self.guards: TensorGuards | None = None  # on the local tensors of the last call
         self._seen: tuple[Any, ...] = (None, None, None)  # its names, declared layouts and ``atomic``
-        self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
+        # Made for them, where all are filled in place: local tensors of both sides, buffers, and views by bucket.
+        self._again: tuple[Locals, Locals, ReceiveBuffers, list[Bucket]] | None = None
 
-    def matched(
-        self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
-    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]:
+    @torch.no_grad()  # as when the guards were recorded
+    def matched(self, tensors: Mapping[str, Any], targets: Mapping[str, Any]) -> Compared:
         """Return both sides' local tensors, and the match with the last call's guards."""
-        sources, outs = local_tensors(tensors), local_tensors(targets)
-        for name in tensors.keys() - sources.keys():
-            raise refusal(
-                "wrong-type",
-                name,
-                found=f"a {type(tensors[name]).__qualname__}",
-                hint="leave it out of the state dict",
-            )
-        match, names = Match.NONE, (list(tensors), list(targets))
-        layouts = declared_layouts([*tensors.values(), *targets.values()], self._seen[1])
+        names, values = (list(tensors), list(targets)), [*tensors.values(), *targets.values()]
+        match, layouts = Match.NONE, declared_layouts(values, self._seen[1])
+        # Most are plain tensors and DTensors. Parameters are compared as they are: a view of each costs more.
+        held, sides = plain_locals(values), (tensors, targets)
+        if held is None:
+            sides = sources, outs = local_tensors(tensors), local_tensors(targets)
+            for name in tensors.keys() - sources.keys():
+                raise refusal(
+                    "wrong-type",
+                    name,
+                    found=f"a {type(tensors[name]).__qualname__}",
+                    hint="leave it out of the state dict",
+                )
+            held = [*sources.values(), *outs.values()]
         if self.guards is not None and self._seen[:2] == (names, layouts):
-            match = self.guards.match([*sources.values(), *outs.values()])
-        return sources, outs, match
+            match = self.guards.match(held)
+        if match is Match.MEMORY and self._again is not None:  # views of the same memory
+            return *self._again[:2], match, held
+        locals_ = plain_locals(held, detach=True) or held
+        sources = dict(zip(sides[0], locals_, strict=False))
+        return sources, dict(zip(sides[1], locals_[len(sources) :], strict=True)), match, held
 
     def prepare(
         self,
@@ -311,16 +324,16 @@ class StateDictCalls:
     ) -> PreparedState:
         """Return a call's tensors on this rank, with all its problems; no communication."""
         here, all_problems = self.here, list(problems)
-        sources, outs, match = _NOTHING
+        sources, outs, match, held = _NOTHING
         arriving, calls = None, list[Bucket]()
         with torch.no_grad():
             try:
-                sources, outs, match = compared or self.matched(tensors, targets)
+                sources, outs, match, held = compared or self.matched(tensors, targets)
                 if self.guards is None or self._seen[-1] is not atomic:
                     match = Match.NONE
                 again = self._again if match is Match.MEMORY and not atomic else None
                 if again:
-                    arriving, calls = again
+                    *_, arriving, calls = again
                 else:
                     device = device_of(sources, outs, self.consensus.members)
                     arriving = ReceiveBuffers(here, None if atomic else outs, device)
@@ -338,11 +351,12 @@ class StateDictCalls:
                 if not all_problems and match is not Match.MEMORY:
                     written = [tensor for name in arriving.in_place for tensor in arriving.tensors[name]]
                     all_problems += here.source_problems(sources, tensors, written, match is Match.METADATA)
-                    all_problems += here.out_problems(targets, outs, sources, atomic, self.consensus.question.strict)
+                    asked = self.consensus.question
+                    all_problems += here.out_problems(targets, outs, sources, atomic, asked.strict, asked.casts)
                     self._again = None
             except Exception as error:
                 all_problems += problems_of(error)
-        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, all_problems)
+        return PreparedState(tensors, targets, sources, outs, match, held, atomic, arriving, calls, all_problems)
 
     def move(self, call: PreparedState, ahead: int | None, done: Callable[[], None] | None = None) -> Any:
         """Move the tensors of a call without problems; ``done`` is called after the last exchange.
@@ -356,12 +370,11 @@ class StateDictCalls:
         unchanged = self.guards if is_guarded else None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
-                guards = record_guards([*call.sources.values(), *call.outs.values()])
-                self.guards = guards if len(call.outs) == len(call.targets) else None
+                self.guards = record_guards(call.held) if len(call.outs) == len(call.targets) else None
                 layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
                 self._seen = (list(call.tensors), list(call.targets)), layouts, call.atomic
                 keeps = self.guards is not None and self.kept and arriving.all_in_place
-                self._again = (arriving, call.buckets) if keeps else None
+                self._again = (call.sources, call.outs, arriving, call.buckets) if keeps else None
             if self.plan.fills:
                 arriving.fill(self.plan.fills, call.outs)
             if ahead is not None:
@@ -417,9 +430,10 @@ class SyncEnd:
             raise RuntimeError(f"{failure}; this end has left the group, initialize it again")
 
 
-# Local tensors of both sides of a call, and their match with guards on the last one.
-Compared = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]
-_NOTHING: Compared = {}, {}, Match.NONE
+Locals = Mapping[str, torch.Tensor]
+# Local tensors of both sides of a call, their match with guards on the last one, and the tensors that were compared.
+Compared = tuple[Locals, Locals, Match, list[torch.Tensor]]
+_NOTHING: Compared = {}, {}, Match.NONE, []
 
 
 # ---- one-shot calls -------------------------------------------------------------------------------------------

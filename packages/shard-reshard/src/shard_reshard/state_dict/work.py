@@ -21,13 +21,14 @@ from shard_reshard.state_dict.outputs import (
 
 
 class PreparedState(NamedTuple):
-    """A call on this rank: its tensors, as given and locally, and its receive buffers."""
+    """A call on this rank: its tensors, as given, locally and as guards compare them, and its receive buffers."""
 
     tensors: Mapping[str, Any]
     targets: Mapping[str, Any]
     sources: Mapping[str, torch.Tensor]
     outs: Mapping[str, torch.Tensor]
     match: Match
+    held: list[torch.Tensor]
     atomic: bool
     arriving: ReceiveBuffers | None
     buckets: list[Bucket]
