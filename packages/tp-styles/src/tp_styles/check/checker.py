@@ -397,7 +397,11 @@ class Checker:
         elif inputs.differ or (inner_dims and not scope.is_root and not inputs.has_shards):
             unchecked = "its inputs are shards, and no style on the module declares how: PrepareModuleInput does"
         else:
-            unchecked = self._attempt(inputs.detach).failure
+            prepared = self._attempt(partial(_detached, scope.module, inputs))
+            if prepared.is_refusal:  # FSDP2's numbered experts, say: the runs would take each rank's for replicas
+                self._raise_lone_error(scope, prepared, "the call")
+                refuse_ordinary(scope.module)
+            unchecked = prepared.failure
         if not unchecked:
             return Call(inputs, mode, size)
         self.results[str(scope), mode] = Verdict(failure=unchecked)
@@ -820,6 +824,19 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
             # One of the same shape only has new values, as from `load_state_dict(assign=True)`.
             if old is None or old.shape != parameter.shape:
                 checker.check_again()
+
+
+def _detached(module: nn.Module, inputs: Inputs) -> None:
+    """Detach the inputs of a module whose shards are in their places; see `Inputs.detach`."""
+    refuse_ordinary(module)
+    inputs.detach()
+
+
+def refuse_ordinary(module: nn.Module) -> None:
+    """Refuse ordinary parameters in place of shards in a module and below; see `ShardCheck.refuse_ordinary`."""
+    for child in module.modules():
+        if isinstance(forward := vars(child).get("forward"), Forward):
+            forward.parts.refuse_ordinary()
 
 
 @constant_in_graphs
