@@ -171,7 +171,7 @@ def test_numbered_experts_that_fsdp2_shards_are_refused_on_all_ranks(ranks: Rank
     mesh, count = ranks.mesh((2, 2), ("efsdp", "ep")), 0
     tokens, experts, weights = torch.ones(4, moe.WIDTH), torch.arange(4)[:, None], torch.ones(4, 1)
     for is_called, is_outside in itertools.product((False, True), repeat=2):
-        mixture = models.seeded(lambda: moe.Mixture(5, moe.Numbered))
+        mixture: Any = models.seeded(lambda: moe.Mixture(5, moe.Numbered))
         tp.apply_plan(mixture.experts, mesh["ep"], tp.ExpertParallel("sharded"))
         if is_called:
             mixture.experts(tokens, experts, weights)

@@ -221,7 +221,7 @@ def agreed_values(value: torch.Tensor, axis: TPGroup, src_data_rank: int | None)
     if src_data_rank is None or value.is_meta or axis.size == 1:
         return value
     agreed = value.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(as_bytes(agreed), group=axis.group, group_src=src_data_rank)
+    axis.communicate(dist.broadcast, as_bytes(agreed), group_src=src_data_rank)
     return agreed
 
 
