@@ -582,9 +582,30 @@ class Checker:
         cache = any(leaf.place.is_state for leaf in call.inputs.leaves)
         hints = getattr(vars(scope.module).get("forward"), "hints", None)  # a style may have its own
         return CheckError(
-            problem(str(scope), item, verdict.place, unstyled=self.unstyled, has_cache=cache, hints=hints)
+            problem(
+                str(scope),
+                item,
+                verdict.place,
+                unstyled=self.unstyled,
+                has_cache=cache,
+                adapter=self._half_styled(scope.module, item.name),
+                hints=hints,
+            )
             for item in worst
         )
+
+    def _half_styled(self, module: nn.Module, place: str) -> str:
+        """Return a low-rank adapter (peft's, with a `base_layer`) whose base layer or A or B alone has a style.
+
+        An adapter around the failing place counts without a style, too; `""` for none.
+        """
+        for adapter in module.modules():
+            name = self.present.get(adapter, "")
+            linears = [layer for layer in adapter.modules() if isinstance(layer, nn.Linear)]
+            styled = [isinstance(vars(layer).get("forward"), Forward) for layer in linears]
+            if "base_layer" in adapter._modules and not all(styled) and (any(styled) or is_below(place, name)):
+                return name
+        return ""
 
     def _finish(self, scope: Scope, call: Call) -> None:
         """Report a call's verdict; from here on its mode is checked.
