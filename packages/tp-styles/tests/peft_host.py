@@ -195,6 +195,7 @@ def test_a_plan_for_the_wrapper_names_the_model_inside() -> None:
         tp.from_hf_tp_plan(adapted(model_of("llama"), TARGETS["llama"]))
 
 
+@pytest.mark.filterwarnings("ignore:auto_plan shards:UserWarning")
 def test_updates_of_experts_parameters_are_refused_by_name() -> None:
     """`target_parameters` on experts: every source of plans; without the experts' styles the rest is planned."""
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -397,11 +397,11 @@ class Checker:
         elif inputs.differ or (inner_dims and not scope.is_root and not inputs.has_shards):
             unchecked = "its inputs are shards, and no style on the module declares how: PrepareModuleInput does"
         else:
-            prepared = self._attempt(partial(_detached, scope.module, inputs))
-            if prepared.is_refusal:  # FSDP2's numbered experts, say: the runs would take each rank's for replicas
-                self._raise_lone_error(scope, prepared, "the call")
+            detached = self._attempt(partial(_detach, inputs, scope.module))
+            if detached.is_refusal:
+                self._raise_lone_error(scope, detached, "the call")
                 refuse_ordinary(scope.module)
-            unchecked = prepared.failure
+            unchecked = detached.failure
         if not unchecked:
             return Call(inputs, mode, size)
         self.results[str(scope), mode] = Verdict(failure=unchecked)
@@ -600,7 +600,7 @@ class Checker:
         An adapter around the failing place counts without a style, too; `""` for none.
         """
         for adapter in module.modules():
-            name = self.present.get(adapter, "")
+            name: str = self.present.get(adapter, "")
             linears = [layer for layer in adapter.modules() if isinstance(layer, nn.Linear)]
             styled = [isinstance(vars(layer).get("forward"), Forward) for layer in linears]
             if "base_layer" in adapter._modules and not all(styled) and (any(styled) or is_below(place, name)):
@@ -847,8 +847,8 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
                 checker.check_again()
 
 
-def _detached(module: nn.Module, inputs: Inputs) -> None:
-    """Detach the inputs of a module whose shards are in their places; see `Inputs.detach`."""
+def _detach(inputs: Inputs, module: nn.Module) -> None:
+    """Copy a call's inputs; numbered experts that FSDP2 shards, say, would be taken for replicas and are refused."""
     refuse_ordinary(module)
     inputs.detach()
 
