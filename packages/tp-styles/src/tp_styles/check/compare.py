@@ -100,8 +100,7 @@ class Comparison:
         return first_different([*reference.trace.outputs], self.axis.all_gather_objects(equal, "the check"))
 
     def _max(self, value: float) -> float:
-        values = self.axis.all_gather_objects(value, "the check")
-        return float(max(values))
+        return float(max(self.axis.all_gather_objects(value, "the check")))
 
     def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]] | None = None) -> torch.Tensor:
         """Return the global tensor; a collective, with the shapes of all ranks if they are known."""
