@@ -250,8 +250,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
 
 
 def _full_state(model: nn.Module) -> dict[str, Any]:
-    state = model.state_dict().items()
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:

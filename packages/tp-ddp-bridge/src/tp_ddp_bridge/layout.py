@@ -53,8 +53,11 @@ class Layout(ShardingInfo):
     def sharded_axes(self) -> tuple[int, ...]:
         """Return the mesh axes with different shards along them, without axes of one rank."""
         # Not `is_shard()`: a shard that FSDP2 strides is no Shard.
-        sharded = (axis for axis, placement in enumerate(self.placements) if not placement.is_replicate())
-        return tuple(axis for axis in sharded if self.mesh.size(axis) > 1)
+        return tuple(
+            axis
+            for axis, placement in enumerate(self.placements)
+            if not placement.is_replicate() and self.mesh.size(axis) > 1
+        )
 
     def section_views(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Return each section's first global row and this rank's rows: views of ``local``, possibly empty."""
@@ -195,7 +198,7 @@ class ShardedLeaf(Refusing, nn.Parameter):
 
     def _get_grad(self) -> torch.Tensor | None:
         with without_overrides():
-            grad: Any = _GRAD.__get__(self)
+            grad: Any = TORCH_GRAD.__get__(self)
             # The gradient stays the same object, as `p.grad is p.grad` and `p.grad.data = x` rely on it.
             if type(grad) is torch.Tensor and grad.layout is torch.strided and not torch.compiler.is_compiling():
                 grad.__class__ = ShardedTensor
@@ -204,7 +207,7 @@ class ShardedLeaf(Refusing, nn.Parameter):
 
     def _set_grad(self, value: torch.Tensor | None) -> None:
         with without_overrides():
-            _GRAD.__set__(self, value)
+            TORCH_GRAD.__set__(self, value)
 
     grad = property(_get_grad, _set_grad)
 
@@ -221,7 +224,8 @@ class ShardedLeaf(Refusing, nn.Parameter):
             return super().register_hook(hook_of_shard)  # type: ignore[no-untyped-call]  # torch's
 
 
-_GRAD: Any = torch.Tensor.grad
+#: Torch's own property: classes here set another one over it.
+TORCH_GRAD: Any = torch.Tensor.grad
 
 
 def as_plain(tensors: Iterable[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ import bridge_models as models
 import pytest
 import torch
 from ranktest import Ranks
+from ranktest import warm_up_compiler as before_ranks  # noqa: F401  # ranktest calls it
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint

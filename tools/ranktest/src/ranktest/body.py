@@ -30,6 +30,9 @@ from ranktest.job import Job, Meeting, Outcome
 #: Imported before the first fork, because most bodies would import them.
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo")
 
+#: Python collects its garbage at so many new objects in a rank (default: 700): a trace makes millions that stay.
+COLLECT_AT = (50_000, 20, 100)
+
 _config: Any = None
 _modules: dict[str, ModuleType] = {}
 
@@ -50,6 +53,7 @@ def preload(names: tuple[str, ...]) -> None:
     for name in ("groups", "ranks", "intercept"):
         importlib.import_module(f"ranktest.{name}")
     sys.modules["ranktest.intercept"].install()
+    gc.set_threshold(*COLLECT_AT)
     gc.collect()
     gc.freeze()
 

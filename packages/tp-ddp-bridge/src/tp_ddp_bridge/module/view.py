@@ -38,7 +38,7 @@ from tp_ddp_bridge._torch_compat import (
     top_saved_tensors_hooks,
     wrap,
 )
-from tp_ddp_bridge.layout import Layout, as_plain, bridge_tag, is_local_shard, tag_leaf, tag_replicated
+from tp_ddp_bridge.layout import TORCH_GRAD, Layout, as_plain, bridge_tag, is_local_shard, tag_leaf, tag_replicated
 from tp_ddp_bridge.module.loading import ShardingStateDict, leaf_of, run_pre_hooks_first
 
 # ---- reading a leaf ------------------------------------------------------------------------------------------------
@@ -177,7 +177,6 @@ _forward = _Forward()
 # ---- reading a leaf outside a forward: users write to parameters, and assign to them -------------------------------
 
 _DATA: Any = torch.Tensor.data
-_GRAD: Any = torch.Tensor.grad
 
 
 class EagerView(DTensor):
@@ -196,10 +195,10 @@ class EagerView(DTensor):
     def _set_grad(self, value: DTensor | None) -> None:
         leaf, layout = self._of
         leaf.grad = None if value is None else layout.localize(value)
-        _GRAD.__set__(self, value)
+        TORCH_GRAD.__set__(self, value)
 
     data = property(_DATA.__get__, _set_data)
-    grad = property(_GRAD.__get__, _set_grad)  # from when the view was read
+    grad = property(TORCH_GRAD.__get__, _set_grad)  # from when the view was read
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Refuse: the hook would vanish with the view."""
@@ -236,7 +235,7 @@ def _read(name: str, self: nn.Module) -> Any:
         raise RuntimeError(f"{view.kind} {view.name!r} could not be read as a DTensor: {error}") from error
     if _forward.views is None and dtensor is not value and isinstance(value, nn.Parameter):
         if value.grad is not None and value.grad.dtype == value.dtype and value.grad.layout == torch.strided:
-            _GRAD.__set__(dtensor, view.layout.wrap(value.grad))
+            TORCH_GRAD.__set__(dtensor, view.layout.wrap(value.grad))
         dtensor.__class__ = EagerView
         dtensor._of = (value, view.layout)
     return dtensor

@@ -213,17 +213,13 @@ def optimizer_state_to_local(module: nn.Module, optimizer: Optimizer, state_dict
 
 def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[str]]:
     """Return all names of every parameter; raise if the optimizer holds others."""
-    problems = []
-    if is_zero_optimizer(optimizer):
-        reason = "each rank has the state of its own shard only"
-        problems.append(
-            Problem(
-                "unsupported-wrapper",
-                "optimizer: ZeroRedundancyOptimizer",
-                found=reason,
-                hint="call its consolidate_state_dict(), or checkpoint a plain optimizer",
-            )
-        )
+    zero = Problem(
+        "unsupported-wrapper",
+        "optimizer: ZeroRedundancyOptimizer",
+        found="each rank has the state of its own shard only",
+        hint="call its consolidate_state_dict(), or checkpoint a plain optimizer",
+    )
+    problems = [zero] if is_zero_optimizer(optimizer) else []
     inner = module.module if isinstance(module, DistributedDataParallel) else module  # names without DDP's prefix
     names: dict[torch.Tensor, list[str]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
