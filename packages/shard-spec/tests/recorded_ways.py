@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 Event = tuple[int, int]  # address, bytes allocated or freed
+_MARK = 1237  # bytes that nothing else allocates
 
 
 def record(step: Callable[[], Any]) -> tuple[list[Event], Any]:
@@ -79,26 +80,24 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def measure(model: nn.Module, forward_and_backward: Callable[[], Any]) -> dict[str, int]:
-    """Record the third and fourth step: the first two make state and buffers."""
+    """Record the third step: the first two make state and buffers."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for _ in range(2):
         forward_and_backward()
         optimizer.step()
         optimizer.zero_grad()
-    gc.collect()
-    events, _ = record(forward_and_backward)
-    gradients = {local_of(p.grad).untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
-    beside = peak(events, gradients)
-    optimizer.step()
-    optimizer.zero_grad()
 
-    def full_step() -> None:
+    def full_step() -> set[int]:
         forward_and_backward()
+        gradients = {local_of(p.grad).untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+        torch.empty(_MARK, dtype=torch.uint8)  # in the record: backward ends here
         optimizer.step()
+        return gradients
 
     gc.collect()
-    events, _ = record(full_step)
-    return {"beside": beside, "total": state_bytes(model, optimizer) + peak(events)}
+    events, gradients = record(full_step)
+    (end,) = (at for at, (_, size) in enumerate(events) if size == _MARK)
+    return {"beside": peak(events[:end], gradients), "total": state_bytes(model, optimizer) + peak(events)}
 
 
 def predicted(plan: Any, model: nn.Module, **options: Any) -> dict[str, int]:

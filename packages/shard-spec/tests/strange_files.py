@@ -26,7 +26,7 @@ from shard_spec import Layout, MeshSpec, PlanError, ShardingPlan
 from shard_spec.cli import main
 from shard_spec.cli.sources import load_model
 from shard_spec.plan.content import json_values
-from shard_spec.plan.metadata import ModelMetadata
+from shard_spec.plan.resolve import ModelMetadata
 
 SECONDS = 2.0  # of CPU time for one input
 

@@ -231,7 +231,7 @@ class Page(HTMLParser):
 
 
 def page_of(tmp_path: Any) -> Any:
-    from shard_spec.report.html import html_report
+    from shard_spec.report import html_report
 
     net = nn.ModuleDict({"<b>odd</b> & name": nn.Linear(8, 8), "fused": nn.Linear(8, 8, bias=False)})
     plan = ShardingPlan(

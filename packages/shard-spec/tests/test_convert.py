@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from imported_first import before_ranks  # noqa: F401  # ranktest calls it
 from ranktest import Ranks
 from shard_spec import (
     BlockShard,
@@ -194,7 +195,7 @@ def dcp_plan(size: Any) -> Any:
 
 
 def locals_of(plan: Any, rank: Any, values: Any) -> Any:
-    from shard_spec.plan.metadata import ModelMetadata
+    from shard_spec.plan.resolve import ModelMetadata
 
     resolved = plan.resolve(ModelMetadata.from_shapes(SHAPES))
     state = {}
@@ -213,7 +214,7 @@ def whole_value(name: Any) -> Any:
 @pytest.mark.ranks(2)
 def test_fused_and_uneven_weights_save_without_gathering_and_load_at_other_sizes(ranks: Ranks, tmp_path: Path) -> None:
     # DTensor-only stacks cannot: torch issue 140069 (fused QKV) is open since 2024.
-    from shard_spec.plan.metadata import ModelMetadata
+    from shard_spec.plan.resolve import ModelMetadata
 
     metadata = ModelMetadata.from_shapes(SHAPES)
     path = Path(ranks.gather(str(tmp_path))[0]) / "checkpoint"
@@ -302,7 +303,7 @@ def test_a_checkpoint_shard_computes_nothing_and_checks_shapes() -> None:
     with pytest.raises(PlanError, match="shape-mismatch"):
         CheckpointShard(torch.zeros(3, 3), layout, (8, 3), 1)
     plan = dcp_plan(2)
-    from shard_spec.plan.metadata import ModelMetadata
+    from shard_spec.plan.resolve import ModelMetadata
 
     bad = {"qkv": torch.zeros(7, 6), "other": torch.zeros(1), "whole": torch.zeros(4), "note": "text"}
     with pytest.raises(PlanError) as caught:

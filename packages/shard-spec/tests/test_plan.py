@@ -18,9 +18,10 @@ from shard_spec import (
     PlanError,
     Sharder,
     ShardingPlan,
+    ShardingSpec,
     topology_preset,
 )
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
+from shard_spec.plan.resolve import ModelMetadata, TensorMetadata
 from torch import nn
 
 RULES = {
@@ -516,6 +517,30 @@ def test_metadata_of_a_lazy_and_of_a_deep_copied_model(model: Any) -> None:
     not_a_module: Any = [1, 2]
     with pytest.raises(TypeError, match="ModelMetadata"):
         ShardingPlan({}).validate(not_a_module)
+
+
+def test_a_kept_resolution_is_that_of_the_model_at_hand() -> None:
+    """A plan keeps its last resolution: another model, a changed one and a caller's spec are resolved anew."""
+    asked: list[tuple[int, ...]] = []
+
+    class Counted(ShardingSpec):
+        def build_metadata(self, tensor_sizes: Any, tensor_properties: object = None) -> Any:
+            asked.append(tuple(tensor_sizes))
+            return ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]).build_metadata(tensor_sizes)
+
+    plan, model = ShardingPlan({"weight": "tp:S(0)"}, mesh={"tp": 2}), nn.Linear(4, 4, bias=False)
+    first, trained = plan.resolve(model), plan.memory(model).max_bytes
+    assert plan.resolve(model) == first
+    model.weight.requires_grad_(False)
+    assert plan.memory(model).max_bytes == 2 * 4 * 4 < trained
+    assert [problem.code for problem in plan.validate(nn.Sequential(model))] == ["unmatched-pattern"]
+    assert plan.memory(nn.Linear(8, 6, bias=False), optimizer=None).max_bytes == 2 * 3 * 8 * 4
+    assert plan.resolve(model) == first
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert plan.on_mesh(MeshSpec({"tp": 4})).memory(model).max_bytes == 4 * 4
+    specs = ShardingPlan({"weight": Counted()})
+    assert specs.resolve(model) == specs.resolve(model)
+    assert asked == [(4, 4), (4, 4)]
 
 
 def test_a_plan_is_asked_without_torch_distributed_tensor() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from imported_first import before_ranks  # noqa: F401  # ranktest calls it
 from memory_families import FAMILIES, PARTS, Family, measured, predicted
 from ranktest import Ranks
 from shard_spec import MegatronPlanner, MeshSpec, PlanError, ShardingPlan

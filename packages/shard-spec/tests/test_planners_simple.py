@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from shard_spec import Layout, MeshSpec, PlanError, ShardingPlan
-from shard_spec.plan.globs import glob_rules
+from shard_spec.plan.content import glob_rules
 from shard_spec.planners import (
     Decisions,
     FullyShardPlanner,

@@ -143,7 +143,7 @@ def compared(model: Deep, kind: str, options: dict[str, Any]) -> int:
 )
 def test_six_blocks_run_and_the_figures_are_those_of_all(kind: str, options: dict[str, Any]) -> None:
     with torch.device("meta"):
-        model = Deep(12)
+        model = Deep(9)
     calls = compared(model, kind, options)
     plan, options = planned(kind, model), {name: value for name, value in options.items() if name != "optimizer"}
     estimate = plan.activations(model, (8, 16), **options)
@@ -157,7 +157,7 @@ def test_six_blocks_run_and_the_figures_are_those_of_all(kind: str, options: dic
 
 def test_two_blocks_in_turn_are_one_group() -> None:
     with torch.device("meta"):
-        model = Deep(20)
+        model = Deep(16)
         for layer in list(model.layers)[1::2]:
             layer.up_proj, layer.down_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     assert compared(model, "fsdp", {}) == 12

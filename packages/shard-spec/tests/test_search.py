@@ -89,7 +89,7 @@ def test_wrong_numbers_of_ranks_are_refused(config: str, capsys: Any, ranks: str
 )
 def test_presets_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
     from shard_spec.cli.sources import load_model
-    from shard_spec.plan.metadata import metadata_of
+    from shard_spec.plan.resolve import metadata_of
 
     assert sum(each.numel for each in metadata_of(load_model(name)).parameters) == parameters
 

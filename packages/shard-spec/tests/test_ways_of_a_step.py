@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import recorded_ways
 import torch
+from imported_first import before_ranks  # noqa: F401  # ranktest calls it
 from ranktest import Ranks
 from shard_spec import FullyShardPlanner, PlanError, ShardingPlan, topology_preset
 from torch import nn

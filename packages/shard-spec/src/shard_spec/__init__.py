@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard
     from shard_spec.legacy.shard_module import shard_module, shard_parameter
     from shard_spec.optimal import OptimalPlanner
-    from shard_spec.plan.metadata import metadata_of
+    from shard_spec.plan.resolve import metadata_of
     from shard_spec.planners.base import FullyShardPlanner, LayoutPlanner, ShardingPlanner, compose
     from shard_spec.planners.megatron import MegatronPlanner
     from shard_spec.sharding_plan import ShardingPlan
@@ -72,7 +72,7 @@ __getattr__, __dir__ = lazy_exports(
         "layout.placements": ("Shard", "Replicate", "Partial", "UnevenShard", "BlockShard", "InterleavedShard"),
         "_shared.problems": ("PlanError", "Problem"),
         "sharding_plan": ("ShardingPlan",),
-        "plan.metadata": ("metadata_of",),
+        "plan.resolve": ("metadata_of",),
         "estimate.optimizers": ("OptimizerState",),
         "estimate.communication": ("topology_preset",),
         "specs": ("ShardingSpec", "ChunkShardingSpec", "EnumerableShardingSpec", "ShardMetadata", "Sharder"),

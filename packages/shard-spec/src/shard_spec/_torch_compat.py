@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -68,24 +76,16 @@ def group_of_name(name: str) -> Any:
 
 def can_order_groups() -> bool:
     """Return True if ``new_group`` can preserve the order of its ranks."""
-    import inspect
-
-    import torch.distributed as dist
-
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 def mesh_without_groups(device_type: str, ranks: Any, names: tuple[str, ...]) -> Any:
     """Create a DeviceMesh on a rank outside of it, without communication."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
 def computes_with_strided_shards() -> bool:
     """Return True if DTensor operators and gathers are correct on ``_StridedShard``: tested on 2.13, not earlier."""
-    import torch
-
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
 
@@ -107,8 +107,6 @@ def eager_only(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        import torch
-
         if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
@@ -125,8 +123,6 @@ def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
 
     Modes of torch functions do not see what ``handle`` calls: they are about the caller's functions, not about shapes.
     """
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,9 +134,6 @@ def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
 
 def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply ``function`` to each tensor of a container; classes registered with torch (model outputs) keep type."""
-    import torch
-    from torch.utils._pytree import tree_map_only
-
     return tree_map_only(torch.Tensor, function, value)
 
 
@@ -156,8 +149,6 @@ def engine_references() -> tuple[int, int] | None:
     The engine adds in place, but not while a dispatch mode watches it. A caller's own sum in a backward has other
     numbers: its Python frame or its saved tensors hold the operand, too. None if this torch counts no references.
     """
-    import torch
-
     counts: list[tuple[int, int] | None] = []
 
     def handle(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -176,8 +167,6 @@ def engine_references() -> tuple[int, int] | None:
 
 def references(tensor: Any) -> tuple[int, int] | None:
     """Return the numbers of references to a tensor and to its memory; None if this torch counts none."""
-    import torch
-
     if not hasattr(tensor, "_use_count"):
         return None
     of_storage: Any = getattr(torch._C, "_storage_Use_Count")  # noqa: B009  # torch's stubs lack it
@@ -186,10 +175,6 @@ def references(tensor: Any) -> tuple[int, int] | None:
 
 def live_bytes_of(call: Callable[[], object]) -> int:
     """Return the most bytes of new meta tensors alive at one time in ``call``; numbers read from them are 1."""
-    import weakref
-
-    import torch
-
     sizes: dict[int, int] = {}
     totals = [0, 0]  # now, and at most
 

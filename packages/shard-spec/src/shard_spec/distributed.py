@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shard_spec import _torch_compat
 from shard_spec._shared.consensus import as_bytes, assert_consistent, problems_of
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import (
+from shard_spec.layout import (
     REPLICATE,
     BlockShard,
     InterleavedShard,
+    Layout,
+    MeshSpec,
     PlacementSpec,
     ShardSpec,
     SpecialShard,

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.convert import styles
 from shard_spec.estimate.activations import ActivationEstimate, Step, activations_of, simulate
 from shard_spec.estimate.communication import AlphaBetaCostModel, Communication, Topology, communication_of
 from shard_spec.estimate.memory import Memory, memory_of
 from shard_spec.estimate.optimizers import OptimizerLike, choose_optimizer
 from shard_spec.formatting import human_ranks
-from shard_spec.layout.mesh import MeshLike, as_mesh
-from shard_spec.plan.content import PlanContent
-from shard_spec.plan.globs import glob_rules
-from shard_spec.plan.metadata import ModelMetadata
-from shard_spec.plan.resolve import Resolution, examine, plan_problems, resolve
-from shard_spec.report.explain import PlanDiff, diff, explain
+from shard_spec.layout import Layout, MeshLike, as_mesh
+from shard_spec.plan.content import PlanContent, glob_rules
+from shard_spec.plan.resolve import ModelMetadata, Resolution, examine, plan_problems, resolve
+from shard_spec.report import PlanDiff, diff, explain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from shard_spec.apply.apply import Initializer, Source
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.estimate.step_options import Batch, StepOptions
-    from shard_spec.layout.layout import Layout
 
 
 class ShardingPlan(PlanContent):
@@ -315,9 +313,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each layout without DTensor placements.
         """
-        from shard_spec.convert.styles import to_dtensor_placements  # imports torch.distributed.tensor
-
-        return to_dtensor_placements(self, module)
+        return styles.to_dtensor_placements(self, module)
 
     def to_parallelize_plan(self, module: nn.Module | ModelMetadata, axis: str = "tp") -> dict[str, ParallelStyle]:
         """Return the plan of torch's ``parallelize_module`` along ``axis``: module FQN to ``ParallelStyle``.
@@ -332,9 +328,7 @@ class ShardingPlan(PlanContent):
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        from shard_spec.convert.styles import to_parallelize_plan  # imports torch.distributed.tensor
-
-        return to_parallelize_plan(self, module, axis)
+        return styles.to_parallelize_plan(self, module, axis)
 
     def to_dcp(self, module: nn.Module | ModelMetadata, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """Wrap a state dict of local tensors for ``torch.distributed.checkpoint``, under any layout.
@@ -360,9 +354,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and for layers that differ.
         """
-        from shard_spec.convert.styles import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
-
-        return to_hf_tp_plan(self, module, axis)
+        return styles.to_hf_tp_plan(self, module, axis)
 
     @classmethod
     def from_hf_tp_plan(
@@ -391,9 +383,7 @@ class ShardingPlan(PlanContent):
         """
         mesh_spec = as_mesh(mesh)
         assert mesh_spec is not None
-        from shard_spec.convert.styles import from_hf_tp_plan  # imports torch.distributed.tensor
-
-        return cls(**from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
+        return cls(**styles.from_hf_tp_plan(tp_plan, module, mesh_spec, axis, prefix=prefix, forward=forward))
 
     @classmethod
     def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
@@ -409,9 +399,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for pipeline stages and unknown styles.
         """
-        from shard_spec.convert.styles import from_distributed_config  # imports torch.distributed.tensor
-
-        layouts, roles = from_distributed_config(config, module)
+        layouts, roles = styles.from_distributed_config(config, module)
         return cls.from_layouts(layouts, axis_roles=roles).compact(module)
 
 

@@ -18,9 +18,7 @@ from torch import nn
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.layout import Box, Layout
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import REPLICATE, PlacementSpec, ShardSpec, UnevenShard, chunk
+from shard_spec.layout import REPLICATE, Box, Layout, MeshSpec, PlacementSpec, ShardSpec, UnevenShard, chunk
 
 __all__ = [
     "ChunkShardingSpec",

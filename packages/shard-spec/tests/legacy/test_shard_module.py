@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from imported_first import before_ranks  # noqa: F401  # ranktest calls it
 from rank_orders import chunk, needs_orders
 from ranktest import Ranks
 from shard_spec import shard_module, shard_parameter

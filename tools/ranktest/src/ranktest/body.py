@@ -28,10 +28,10 @@ from ranktest import process
 from ranktest.job import Job, Meeting, Outcome
 
 #: Imported before the first fork, because most bodies would import them.
-PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo")
-
-#: Python collects its garbage at so many new objects in a rank (default: 700): a trace makes millions that stay.
-COLLECT_AT = (50_000, 20, 100)
+PRELOAD = (
+    *("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
+    *("ranktest.groups", "ranktest.ranks", "ranktest.intercept"),
+)
 
 _config: Any = None
 _modules: dict[str, ModuleType] = {}
@@ -50,10 +50,8 @@ def preload(names: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     for name in names:
         importlib.import_module(name)
-    for name in ("groups", "ranks", "intercept"):
-        importlib.import_module(f"ranktest.{name}")
     sys.modules["ranktest.intercept"].install()
-    gc.set_threshold(*COLLECT_AT)
+    gc.set_threshold(50_000, 20, 100)  # new objects, in place of 700: a trace makes millions that stay
     gc.collect()
     gc.freeze()
 

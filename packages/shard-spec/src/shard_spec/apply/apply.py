@@ -35,10 +35,7 @@ from shard_spec.apply.handle import (
     undone_on_failure,
 )
 from shard_spec.distributed import broadcast_, group_or_default, on_all_ranks, source_problems, take
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import ReplicateSpec
-from shard_spec.plan.axis_roles import ROLE_BY_NAME
+from shard_spec.layout import ROLE_BY_NAME, Layout, MeshSpec, ReplicateSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import examine, merged_problems, plan_problems
 
@@ -272,11 +269,8 @@ def _plan(plan: PlanContent, call: Call, mesh: DeviceMesh) -> ExecutionPlan:
         )
     tensors: list[TensorAction] = []
     compared: dict[str, torch.Tensor] = {}
-    for metadata in resolution.metadata.tensors:
-        name, layout = metadata.name, resolution.layouts.get(metadata.name)
-        if layout is None:
-            continue  # taken by a Sharder
-        tensor = tensor_at(module, name)
+    for metadata, layout in resolution.placed():
+        name, tensor = metadata.name, tensor_at(module, metadata.name)
         if tensor.is_complex() and tensor.requires_grad and {-1, tensor.ndim - 1} & {*layout.sharded_axes.values()}:
             problems.append(
                 Problem(

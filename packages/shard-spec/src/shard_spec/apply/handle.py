@@ -27,8 +27,8 @@ from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import Section, ShardingInfo
 from shard_spec._shared.stale_parameters import mark_current, mark_stale
 from shard_spec.distributed import GroupRef, ParameterFormat, choose_format, gather_shards, on_all_ranks
-from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import TensorMetadata
+from shard_spec.layout import Layout
+from shard_spec.plan.resolve import TensorMetadata
 from shard_spec.specs import ShardingSpec
 
 

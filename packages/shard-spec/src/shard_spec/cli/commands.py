@@ -21,7 +21,6 @@ from shard_spec.cli.sources import (
     batch_of,
     data_axes_of,
     limit_of,
-    load,
     load_model,
     optimizer_of,
     read_text,
@@ -31,11 +30,17 @@ from shard_spec.cli.sources import (
 from shard_spec.cli.usage import UsageError
 from shard_spec.estimate.memory import STEP_PARTS, Memory
 from shard_spec.formatting import Table
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.axis_roles import DATA_ROLES, ROLE_BY_NAME
-from shard_spec.plan.metadata import ModelMetadata, metadata_of
-from shard_spec.planners import FullyShardPlanner, LayoutPlanner, MegatronPlanner, compose
-from shard_spec.report.explain import near_names
+from shard_spec.layout import DATA_ROLES, ROLE_BY_NAME, MeshSpec
+from shard_spec.plan.resolve import ModelMetadata, metadata_of
+from shard_spec.planners import (
+    ExpertParallelPlanner,
+    FullyShardPlanner,
+    LayoutPlanner,
+    MegatronPlanner,
+    StagePlanner,
+    compose,
+)
+from shard_spec.report import html_report, near_names
 from shard_spec.sharding_plan import ShardingPlan
 
 _MAX_RANKS = 1 << 17
@@ -72,12 +77,13 @@ def run_search(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec search``: print the table, best first; status 1 if nothing fits."""
     if not 1 <= arguments.ranks <= _MAX_RANKS:
         raise UsageError(f"--ranks {arguments.ranks}: a number from 1 to {_MAX_RANKS}")
-    model = load(arguments)
+    model = load_model(arguments.model, dequantize=arguments.dequantize)
     if not isinstance(model, nn.Module):
         raise UsageError("a planner reads modules, a safetensors file has tensors alone: name a config.json or a model")
     combinations = _combinations(arguments.ranks)
     shown = each_shown("search", combinations, len(combinations), lambda each: f"{each[1]} on {each[0]}")
-    rows = sorted((_cost(model, *each, arguments) for each in shown), key=_rank)
+    metadata = metadata_of(model)  # read once for all
+    rows = sorted((_cost(model, metadata, *each, arguments) for each in shown), key=_rank)
     fits = any(row.fits is not False and row.peak_bytes is not None for row in rows)
     if arguments.json:
         print(json.dumps({"ranks": arguments.ranks, "candidates": [asdict(row) for row in rows]}, indent=1))
@@ -108,7 +114,9 @@ def _combinations(ranks: int) -> list[tuple[dict[str, int], str]]:
     return combinations
 
 
-def _cost(model: nn.Module, axes: dict[str, int], planner: str, arguments: argparse.Namespace) -> Candidate:
+def _cost(
+    model: nn.Module, metadata: ModelMetadata, axes: dict[str, int], planner: str, arguments: argparse.Namespace
+) -> Candidate:
     mesh, text = MeshSpec(axes), ", ".join(f"{axis}={size}" for axis, size in axes.items())
     planners: list[LayoutPlanner] = [MegatronPlanner(mesh)] if "megatron" in planner else []
     planners += [FullyShardPlanner(mesh, "dp")] if "fsdp" in planner else []
@@ -120,11 +128,11 @@ def _cost(model: nn.Module, axes: dict[str, int], planner: str, arguments: argpa
     )
     try:
         plan: ShardingPlan = compose(*planners).build_plan(model) if planners else ShardingPlan({}, mesh=mesh)
-        sharding = {axis for layout in plan.resolve(model).values() for axis in layout.sharded_axes}
+        sharding = {axis for layout in plan.resolve(metadata).values() for axis in layout.sharded_axes}
         if "tp" in axes and "tp" not in sharding:
             return Candidate(text, planner, refused=f"no tensor that tp={axes['tp']} could shard")
         memory = plan.memory(
-            model, optimizer=optimizer_of(arguments), dtype=arguments.dtype, data_axes=options["data_axes"]
+            metadata, optimizer=optimizer_of(arguments), dtype=arguments.dtype, data_axes=options["data_axes"]
         )
         if limit is not None and memory.max_bytes > limit:  # before a step is simulated
             return Candidate(text, planner, memory.max_bytes, fits=False)
@@ -185,7 +193,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec plan``: print the plan, its costs and problems (there should be none)."""
     if not arguments.mesh:
         raise UsageError("pass --mesh, for example --mesh dp=4,tp=2")
-    model = load(arguments)
+    model = load_model(arguments.model, dequantize=arguments.dequantize)
     try:
         mesh = MeshSpec.parse(arguments.mesh)
     except PlanError as error:
@@ -200,14 +208,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec check``: print every problem, or else the plan's costs."""
-    plan = load_plan(arguments.plan)
-    model = load(arguments)
+    plan = ShardingPlan.from_json(read_text(arguments.plan))
+    model = load_model(arguments.model, dequantize=arguments.dequantize)
     return _report(plan, model, arguments, plan.validate(metadata_of(model)), [])
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec explain``: print a plan in words."""
-    plan = load_plan(arguments.plan)
+    plan = ShardingPlan.from_json(read_text(arguments.plan))
     metadata = (
         metadata_of(load_model(arguments.model, dequantize=True)) if arguments.model else None
     )  # rules alone have an explanation
@@ -228,7 +236,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 def run_diff(arguments: argparse.Namespace) -> int:
     """Run ``shard-spec diff``: print the changes; status 1 if there are any."""
-    before, after = load_plan(arguments.before), load_plan(arguments.after)
+    before, after = (ShardingPlan.from_json(read_text(path)) for path in (arguments.before, arguments.after))
     metadata = metadata_of(load_model(arguments.model, dequantize=True)) if arguments.model else None
     difference = before.diff(after, metadata)
     print(difference.to_json() if arguments.json else difference)
@@ -238,16 +246,9 @@ def run_diff(arguments: argparse.Namespace) -> int:
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
-def load_plan(path: str) -> ShardingPlan:
-    """Load the plan of a JSON file."""
-    return ShardingPlan.from_json(read_text(Path(path)))
-
-
 def _planned(
     arguments: argparse.Namespace, mesh: MeshSpec, model: nn.Module | ModelMetadata
 ) -> tuple[ShardingPlan, list[Problem]]:
-    from shard_spec import planners
-
     if isinstance(model, ModelMetadata):
         hint = "name a config.json or MODULE:FACTORY, or write the rules and check them: shard-spec check FILE PLAN"
         raise UsageError(f"a planner reads modules, a safetensors file has tensors alone: {hint}")
@@ -265,16 +266,16 @@ def _planned(
             raise UsageError(f"--planner auto looks for axes called tp, and fsdp or dp; {named}")
     axes = mesh.axis_names
     usual: dict[str, tuple[Any, str]] = {
-        "megatron": (planners.MegatronPlanner, "tp" if "tp" in axes else axes[-1]),
-        "stage": (planners.StagePlanner, "pp" if "pp" in axes else axes[0]),
-        "expert": (planners.ExpertParallelPlanner, "ep" if "ep" in axes else axes[-1]),
-        "fsdp": (planners.FullyShardPlanner, _data_axis(arguments, mesh) or axes[0]),
+        "megatron": (MegatronPlanner, "tp" if "tp" in axes else axes[-1]),
+        "stage": (StagePlanner, "pp" if "pp" in axes else axes[0]),
+        "expert": (ExpertParallelPlanner, "ep" if "ep" in axes else axes[-1]),
+        "fsdp": (FullyShardPlanner, _data_axis(arguments, mesh) or axes[0]),
     }
     if unknown := [name for name in names if name not in usual]:
         ways = "megatron, expert, stage, fsdp, or auto; OptimalPlanner is called from Python"
         raise UsageError(f"no planner {unknown[0]!r}: {ways}")
     plans = [kind(mesh, axis) for kind, axis in map(usual.__getitem__, names)]
-    plan = (plans[0] if len(plans) == 1 else planners.compose(*plans)).build_plan(model)
+    plan = (plans[0] if len(plans) == 1 else compose(*plans)).build_plan(model)
     sharding = {axis for layout in plan.resolve(model).values() for axis in layout.sharded_axes}  # axes with an effect
     # Data axes may replicate; stages are split outside the plan.
     planned = (axis for axis, size in mesh.axes.items() if size > 1 and axis not in sharding)
@@ -325,8 +326,6 @@ def _report(
                 hint += ", ".join(f"{name} ({human_bytes(size)})" for name, size in largest)
             problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=hint))
         if arguments.html:
-            from shard_spec.report.html import html_report
-
             title = "/".join(Path(arguments.model).parts[-2:])
             _write(arguments.html, html_report(plan, metadata, memory, communication, limit=limit, title=title))
     if arguments.json:

@@ -1,6 +1,7 @@
 """Models that the command line names, and arguments that several commands share.
 
-Models come from a factory, a Hugging Face config or a safetensors header, always on meta.
+Models come from a factory, a Hugging Face config or a safetensors header, always on meta. Of common models the
+published configs stand here by name: what shapes and counts of parameters depend on.
 
 Bytes of quantised weights follow from the ``quantization_config`` of a Hugging Face config. The model on meta keeps its
 plain weights, whose names and shapes a plan is about. Each quantised weight carries the bytes that the checkpoint
@@ -25,12 +26,80 @@ from torch import nn
 
 from shard_spec._shared.dtypes import SAFETENSORS
 from shard_spec._shared.page import human_bytes
-from shard_spec.cli.presets import MODELS
 from shard_spec.cli.usage import UsageError
 from shard_spec.estimate.communication import PRESETS, Topology, topology_preset
 from shard_spec.formatting import bytes_of
 from shard_spec.plan.content import MAX_BYTES, json_values
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
+from shard_spec.plan.resolve import ModelMetadata, TensorMetadata
+
+_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "dtype": "bfloat16"}
+_QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "dtype": "bfloat16"}
+_QWEN_MOE = {**_QWEN, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32000,
+    "dtype": "bfloat16",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201088,
+    "dtype": "bfloat16",
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": False,
+}
+_PLAIN_OF_OSS = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+_OSS |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": list(_PLAIN_OF_OSS)}}
+_V3 = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def _sizes(hidden: int, between: int, layers: int, heads: int, key_heads: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": between, "num_hidden_layers": layers}
+    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": key_heads, **more}
+
+
+_TIED = {"tie_word_embeddings": True}
+_EXPERTS = {"num_experts_per_tok": 8, "head_dim": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _LLAMA | _sizes(2048, 8192, 16, 32, 8, head_dim=64, **_TIED),
+    "llama-3.2-3b": _LLAMA | _sizes(3072, 8192, 28, 24, 8, head_dim=128, **_TIED),
+    "llama-3.1-8b": _LLAMA | _sizes(4096, 14336, 32, 32, 8),
+    "llama-3.1-70b": _LLAMA | _sizes(8192, 28672, 80, 64, 8),
+    "llama-3.1-405b": _LLAMA | _sizes(16384, 53248, 126, 128, 8),
+    "qwen3-0.6b": _QWEN | _sizes(1024, 3072, 28, 16, 8, head_dim=128, **_TIED),
+    "qwen3-8b": _QWEN | _sizes(4096, 12288, 36, 32, 8, head_dim=128),
+    "qwen3-32b": _QWEN | _sizes(5120, 25600, 64, 64, 8, head_dim=128),
+    "qwen3-30b-a3b": _QWEN_MOE | _sizes(2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_EXPERTS),
+    "qwen3-235b-a22b": _QWEN_MOE | _sizes(4096, 12288, 94, 64, 4, moe_intermediate_size=1536, **_EXPERTS),
+    "mixtral-8x7b": _MIXTRAL | _sizes(4096, 14336, 32, 32, 8),
+    "mixtral-8x22b": _MIXTRAL | _sizes(6144, 16384, 56, 48, 8),
+    "deepseek-v3": _V3 | _sizes(7168, 18432, 61, 128, 128),
+    "gpt-oss-20b": _OSS | _sizes(2880, 2880, 24, 64, 8, head_dim=64, num_local_experts=32),
+    "gpt-oss-120b": _OSS | _sizes(2880, 2880, 36, 64, 8, head_dim=64, num_local_experts=128),
+}
+
 
 _PLAIN = "count the weights as plain ones with --dequantize, as they are in training"
 
@@ -56,11 +125,14 @@ def store_quantized(path: Any, model: nn.Module, settings: dict[str, Any]) -> No
     count = 0
     for module in _converted(path, model, settings):
         for parameter in module.parameters(recurse=False):
-            if method == "mxfp4" and parameter.dim() == 3:
-                stored = _mxfp4_bytes(tuple(parameter.shape))
+            *stacked, rows, columns = parameter.shape if parameter.dim() > 1 else (0, 0)
+            if method == "mxfp4" and parameter.dim() == 3:  # (experts, in, out): two values a byte, a scale for 32
+                stored = stacked[0] * columns * (-(-rows // 2) + -(-rows // 32))
             elif method == "fp8" and parameter.dim() == (2 if isinstance(module, nn.Linear) else 3):
+                # (..., out, in): a scale of one byte or four for each block, or for each matrix.
+                blocks = 1 if block is None else -(-rows // block[0]) * -(-columns // block[1])
                 scale = 1 if settings.get("scale_fmt") == "ue8m0" else 4
-                stored = _fp8_bytes(tuple(parameter.shape), block, scale)
+                stored = parameter.numel() + prod(stacked) * blocks * scale
             else:
                 continue  # a bias stays plain
             parameter.requires_grad_(False)
@@ -88,19 +160,6 @@ def _converted(path: Any, model: nn.Module, settings: dict[str, Any]) -> list[nn
         if (name.endswith(".experts") or (type(module) is nn.Linear and not of_experts))
         and should_convert_module(name, full)
     ]
-
-
-def _mxfp4_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of experts of shape (experts, in, out): two values a byte, and a scale byte for 32 of ``in``."""
-    experts, inputs, outputs = shape
-    return experts * outputs * (-(-inputs // 2) + -(-inputs // 32))
-
-
-def _fp8_bytes(shape: tuple[int, ...], block: list[int] | None, scale: int) -> int:
-    """Return the bytes of a weight of shape (..., out, in): ``scale`` more for each block or matrix."""
-    *stacked, rows, columns = shape
-    blocks = 1 if block is None else -(-rows // block[0]) * -(-columns // block[1])
-    return prod(shape) + prod(stacked) * blocks * scale
 
 
 _MAX_NUMEL = 1 << 58  # bytes fit in int64 for any dtype
@@ -262,10 +321,10 @@ def _header(path: Path) -> list[TensorMetadata]:
     return tensors
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path | str) -> str:
     """Read an untrusted UTF-8 file of bounded length."""
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)  # one byte more shows excess
         if len(data) > MAX_BYTES:  # read() stopped one byte later
             raise UsageError(f"{path} has more than {human_bytes(MAX_BYTES)}")
@@ -279,11 +338,6 @@ def _read_json(path: Path) -> Any:
         return json_values(read_text(path), floats=True)
     except ValueError as error:
         raise UsageError(f"cannot read {path}: {error}") from None
-
-
-def load(arguments: argparse.Namespace) -> nn.Module | ModelMetadata:
-    """Return the model."""
-    return load_model(arguments.model, dequantize=arguments.dequantize)
 
 
 def data_axes_of(arguments: argparse.Namespace) -> list[str] | None:

@@ -21,11 +21,10 @@ from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
 from shard_spec._torch_compat import strided_shard_factor
 from shard_spec.distributed import split
-from shard_spec.layout.layout import Box, Layout
+from shard_spec.layout import Box, Layout
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.from_module import layout_of_tensor
-from shard_spec.plan.metadata import ModelMetadata
-from shard_spec.plan.resolve import resolve
+from shard_spec.plan.resolve import ModelMetadata, resolve
 
 _METHODS = ("size", "dim", "numel", "element_size", "__repr__", "is_floating_point", "is_complex")
 _PROPERTIES = ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "is_sparse")

@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.distributed import dtensor_placement, dtensor_specs
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import REPLICATE, InterleavedShard, PlacementSpec, ReplicateSpec, ShardSpec
-from shard_spec.plan.content import PlanContent, is_spec, to_layout
-from shard_spec.plan.globs import glob_rules
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
-from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.layout import REPLICATE, InterleavedShard, Layout, MeshSpec, PlacementSpec, ReplicateSpec, ShardSpec
+from shard_spec.plan.content import PlanContent, glob_rules, is_spec, to_layout
+from shard_spec.plan.resolve import ModelMetadata, Resolution, TensorMetadata, metadata_of, resolve
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,10 +81,8 @@ def to_dtensor_placements(
     else:
         resolved = resolve(plan, module)
         problems += sharder_problems(resolved, "a DTensor")
-        for tensor in resolved.metadata.tensors:
-            layout = resolved.layouts.get(tensor.name)
-            if layout is not None:
-                placements[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)
+        for tensor, layout in resolved.placed():
+            placements[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)
     raise_problems(problems, "DTensor placements cannot express this plan")
     return placements
 

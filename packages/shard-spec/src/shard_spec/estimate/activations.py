@@ -36,33 +36,30 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import engine_references, memory_of, on_every_operator
 from shard_spec.estimate.exchanges import Exchanges, Stages, stages_of, watch_stages
-from shard_spec.estimate.fully_shard import (
+from shard_spec.estimate.kernels import Autocast, copied_operands, flops_of, run_operator, uncounted_workspace
+from shard_spec.estimate.step_options import (
+    Batch,
     FullyShard,
+    Loss,
     Schedule,
+    StepOptions,
+    Transfer,
     block_names,
+    expert_modules,
+    forward_inputs,
+    is_embedding,
+    is_token_batch,
     mapped,
+    policy_of,
+    role,
     tensors_of,
     unit_bytes,
     unit_transfers,
     units_of,
 )
-from shard_spec.estimate.kernels import Autocast, copied_operands, flops_of, run_operator, uncounted_workspace
-from shard_spec.estimate.repeats import SkippedBlocks, repeated_groups
-from shard_spec.estimate.step_options import (
-    Batch,
-    Loss,
-    StepOptions,
-    expert_modules,
-    forward_inputs,
-    is_embedding,
-    is_token_batch,
-    policy_of,
-    role,
-)
-from shard_spec.estimate.timeline import Allocation, Groups, Timeline, expanded
-from shard_spec.plan.axis_roles import AxisRoles
-from shard_spec.plan.metadata import ModelMetadata, original_of
-from shard_spec.plan.resolve import Resolution
+from shard_spec.estimate.timeline import Allocation, Groups, SkippedBlocks, Timeline, expanded, repeated_groups
+from shard_spec.layout import AxisRoles
+from shard_spec.plan.resolve import ModelMetadata, Resolution, original_of
 
 _MAX_VALUES = 1 << 22  # a causal mask of 2,048 x 2,048
 _PRODUCTS = (
@@ -118,7 +115,7 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
         notes.append("the forward reads a choice of topk (routing): it counts as even, experts in turn by token")
     if any(each.stored_bytes is not None for each in step.metadata.parameters):
         notes.append("quantised weights: copies that kernels dequantise for a product are not counted")
-    if any(op == "all_gather" and name == "attention" for _, op, _, name, *_ in step.timeline.all("sent")):
+    if any(op == "all_gather" and name == "attention" for _, op, _, name, *_ in step.flow.timeline.all("sent")):
         notes.append("keys of all ranks: a mask for a kernel that is not causal by offset is not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
@@ -133,11 +130,11 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
     lasts = options.get("accumulate", 1) > 1 and options.get("sync") != "last"
     no_more = lasts or options.get("ddp") == "views"
     local_bytes = Counter(step.input_bytes)
-    for size, stage in (each.kept for each in step.timeline.all("+")):
+    for size, stage in (each.kept for each in step.flow.timeline.all("+")):
         local_bytes[stage] += size
 
     def estimate(stage: int) -> ActivationEstimate:
-        peak, moment, shares, to_come = step.timeline.peak(step.first_of_loss, stage)
+        peak, moment, shares, to_come = step.flow.timeline.peak(step.first_of_loss, stage)
         to_come = 0.0 if no_more else to_come
         local, more = local_bytes[stage], (tuple(notes), step.roles.assumptions)
         return ActivationEstimate(local, peak, moment, *shares, *more, to_come)
@@ -146,7 +143,7 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
         return estimate(0)
     saved = human_bytes(max(local_bytes.values(), default=0))
     notes.append(f"{step.stages.axis}: one batch at a time on each stage; for each more in flight add up to {saved}")
-    if any(each.gathered for each in step.timeline.all("+")):
+    if any(each.gathered for each in step.flow.timeline.all("+")):
         notes.append(f"{step.stages.axis}: layers outside of the blocks count as gathered on the first stage")
     by_stage = tuple(map(estimate, range(step.stages.count)))
     fullest = max(by_stage, key=lambda each: each.peak_bytes)
@@ -211,7 +208,7 @@ def _simulated(
     tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
     own_batch = tokens if tokens is not None else (arguments, named)
     step = Step(module, flow, loss, own_batch, roles=roles, metadata=resolution.metadata, autocast=autocast)
-    step.stages = stages_of(resolution)
+    step.stages, step.transfers = stages_of(resolution), tuple(transfers)
     skipped = SkippedBlocks(module, repeated, flow.timeline, flow.axes_of)
     names = [name for name in block_names(resolution.metadata) if name not in skipped.names]
     blocks = [module.get_submodule(name) for name in names]
@@ -274,14 +271,13 @@ class Step(nn.Module):
         self.notes: list[str] = []
         self.input_bytes = Counter[int]()  # of inputs that stay until backward, by stage
         self.stages: Stages | None = None
+        self.transfers: tuple[Transfer, ...] = ()  # of its units along data axes
         self.first_of_loss: Allocation | None = None  # allocation of the logits
-        self.flow, self.timeline = flow, flow.timeline
-        self.roles = roles
-        self.metadata = metadata
+        self.flow, self.roles, self.metadata = flow, roles, metadata
         self._loss, self._batch, self._autocast = loss, batch, autocast
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        flow, timeline = self.flow, self.timeline
+        flow, timeline = self.flow, self.flow.timeline
         storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

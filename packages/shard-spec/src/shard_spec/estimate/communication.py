@@ -2,7 +2,7 @@
 
 A topology says how fast links and matmuls of a machine are.
 
-Along data axes by units (see :mod:`shard_spec.estimate.fully_shard`), to the byte. Along model axes a step runs on
+Along data axes by units (see :mod:`shard_spec.estimate.step_options`), to the byte. Along model axes a step runs on
 shapes (see :mod:`shard_spec.estimate.activations`): tensor-parallel training moves activations at each boundary.
 """
 
@@ -19,12 +19,18 @@ from typing import Any
 from shard_spec._shared.page import human_bytes
 from shard_spec.estimate.activations import Step
 from shard_spec.estimate.exchanges import Stages, of_fullest_stage, stages_of
-from shard_spec.estimate.fully_shard import Transfer, unit_transfers
 from shard_spec.estimate.memory import MemorySettings, owned_matrices
 from shard_spec.estimate.optimizers import OptimizerChoice
-from shard_spec.estimate.step_options import StepOptions, expert_modules, policy_of, uncounted_axes
+from shard_spec.estimate.step_options import (
+    StepOptions,
+    Transfer,
+    expert_modules,
+    policy_of,
+    uncounted_axes,
+    unit_transfers,
+)
 from shard_spec.formatting import Table
-from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout import MeshSpec
 from shard_spec.plan.resolve import Resolution
 
 
@@ -304,7 +310,7 @@ def communication_of(
     mesh = resolution.one_mesh
     roles = resolution.axis_roles(options.get("data_axes"))
     data, model_axes = roles.data, roles.axes("model")
-    transfers = unit_transfers(resolution, roles, options)
+    transfers = unit_transfers(resolution, roles, options) if step is None else [*step.transfers]
     lines = [
         f"data axes (ranks see different samples): {', '.join(data) or 'none'}",
         f"model axes (ranks see the same samples): {', '.join(model_axes) or 'none'}",
@@ -314,7 +320,7 @@ def communication_of(
         lines.append("no batch given: activations are not counted")
     else:
         flow = step.flow
-        for (axis, op, what, name, size, at), count in Counter(step.timeline.all("sent")).items():
+        for (axis, op, what, name, size, at), count in Counter(step.flow.timeline.all("sent")).items():
             if axis in (*model_axes, *roles.axes("expert", "context", "stage")) and mesh.axis_size(axis) > 1:
                 uses, stage = count * options.get("accumulate", 1), at if step.stages is not None else None
                 transfers.append(Transfer(axis, op, what, name, size, uses, mesh.axis_size(axis), stage))
@@ -339,7 +345,7 @@ def communication_of(
     seconds, compute, flops = None, None, 0
     if step is not None:
         products = Counter[int]()  # by stage
-        for each, stage in step.timeline.all("flops"):
+        for each, stage in step.flow.timeline.all("flops"):
             products[stage] += each
         flops = max(products.values(), default=0) * options.get("accumulate", 1)
     if topology is not None:
@@ -360,9 +366,8 @@ def _sums_of_copies(resolution: Resolution, stages: Stages, options: StepOptions
     """Return the sums of gradients of tied weights, which lie on several stages."""
     sums = []
     dtype = policy_of(options)["reduce_dtype"] or options.get("dtype")
-    for tensor in resolution.metadata.parameters:
-        layout = resolution.layouts.get(tensor.name)
-        if layout is None or not tensor.requires_grad or not (copies := stages.copies(tensor, layout)):
+    for tensor, layout in resolution.placed():
+        if tensor.kind != "parameter" or not tensor.requires_grad or not (copies := stages.copies(tensor, layout)):
             continue
         for stage in (layout.stages[stages.axis], *copies):
             size = tensor.bytes_of(prod(layout.local_shape(layout.first_rank, tensor.shape)), dtype)
@@ -377,9 +382,11 @@ def _of_optimizer(
     mesh, dtype = resolution.one_mesh, options.get("dtype")
     transfers, lines = [], []
     for axis in (axis for axis in data if options.get("zero") and mesh.axis_size(axis) > 1):
-        trained = (each for each in resolution.metadata.parameters if each.requires_grad and each.is_floating)
-        held = ((each, resolution.layouts[each.name]) for each in trained if each.name in resolution.layouts)
-        size = sum(each.bytes_of(prod(at.local_shape(at.first_rank, each.shape)), dtype) for each, at in held)
+        size = sum(
+            each.bytes_of(prod(layout.local_shape(layout.first_rank, each.shape)), dtype)
+            for each, layout in resolution.placed()
+            if each.trains
+        )
         transfers.append(Transfer(axis, "all_gather", "parameters", "", size, 1, mesh.axis_size(axis)))
     owned = owned_matrices(resolution, MemorySettings(optimizer, True, dtype))
     if owned is not None and (world := mesh.world_size) > 1:

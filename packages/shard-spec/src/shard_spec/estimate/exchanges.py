@@ -20,12 +20,9 @@ import torch
 from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.fully_shard import mapped, replaced, tensors_of
-from shard_spec.estimate.step_options import expert_modules
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.placements import StageShard
-from shard_spec.plan.metadata import TensorMetadata
-from shard_spec.plan.resolve import Resolution
+from shard_spec.estimate.step_options import expert_modules, mapped, replaced, tensors_of
+from shard_spec.layout import Layout, StageShard
+from shard_spec.plan.resolve import Resolution, TensorMetadata
 
 Shape: TypeAlias = tuple[int, ...]
 Move: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]

@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from shard_spec._torch_compat import engine_references, memory_of, references
-from shard_spec.estimate.fully_shard import mapped
+from shard_spec.estimate.step_options import mapped
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS = {_ATEN.convolution.default: (0, 1), _ATEN.convolution_backward.default: (1, 2)}  # input, weight

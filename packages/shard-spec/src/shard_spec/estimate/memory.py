@@ -15,7 +15,6 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.estimate.exchanges import Stages, stages_of
-from shard_spec.estimate.fully_shard import unit_transfers
 from shard_spec.estimate.optimizers import (
     OPTIMIZERS,
     OptimizerChoice,
@@ -27,12 +26,10 @@ from shard_spec.estimate.optimizers import (
     owned_by_ranks,
     redundancy_free,
 )
-from shard_spec.estimate.step_options import StepOptions
+from shard_spec.estimate.step_options import StepOptions, unit_transfers
 from shard_spec.formatting import Table, bytes_of, human_ranks
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, require_floating
-from shard_spec.plan.resolve import Resolution
+from shard_spec.layout import Layout, MeshSpec
+from shard_spec.plan.resolve import ModelMetadata, Resolution, TensorMetadata, require_floating
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
 STEP_PARTS = ("activations", "gathered", "logits and loss", "optimizer step", "gradients to come", "DDP buckets")
@@ -96,9 +93,8 @@ class Memory:
         """Return the ``count`` tensors with most bytes on ``rank``, their gradients and state included."""
         assert self._resolution is not None
         largest = []
-        for tensor in self._resolution.metadata.tensors:
-            layout = self._resolution.layouts.get(tensor.name)
-            if layout is not None and layout.mesh.coordinate(rank) is not None:
+        for tensor, layout in self._resolution.placed():
+            if layout.mesh.coordinate(rank) is not None:
                 local = layout.local_shape(rank, tensor.shape)
                 state = self._settings.optimizer.of(tensor.name)
                 largest.append((tensor.name, sum(self._settings.bytes_of(tensor, state, local).parts.values())))
@@ -230,11 +226,9 @@ class MemorySettings:
         """Return the bytes for a shard of shape ``local`` of ``tensor``."""
         dtype, numel = self.dtype_of(tensor), prod(local)
         own = tensor.bytes_of(numel, self.dtype)
-        if tensor.kind == "buffer":
-            return LocalBytes({"buffers": own})  # no gradient, no state
-        num_bytes = {"parameters": own}
-        if not (tensor.requires_grad and tensor.is_floating and self.gradients is not False):
-            return LocalBytes(num_bytes)
+        num_bytes = {f"{tensor.kind}s": own}
+        if not tensor.trains or self.gradients is False:
+            return LocalBytes(num_bytes)  # no gradient, no state
         if state.on_owners:  # on the matrices' owners
             state = OPTIMIZERS["none"]
         cost = state.cost(local, tensor.shape, dtype)
@@ -277,11 +271,10 @@ def memory_of(
     steps = [(0, 0)] * len(ranks)
     # Tensors of one shape, layout and kind are counted together: nameless, so that they compare equal.
     groups: Counter[tuple[Layout, TensorMetadata, OptimizerState, int]] = Counter()
-    for t in resolution.metadata.tensors:
-        if t.name in resolution.layouts:
-            like, layout = replace(t, name="", aliases=("",), module_type=""), resolution.layouts[t.name]
-            for each in (layout,) if stages is None else stages.layouts(t, layout):
-                groups[each, like, choice.of(t.name), owner_of.get(t.name, -1)] += 1
+    for t, layout in resolution.placed():
+        like = replace(t, name="", aliases=("",), module_type="")
+        for each in (layout,) if stages is None else stages.layouts(t, layout):
+            groups[each, like, choice.of(t.name), owner_of.get(t.name, -1)] += 1
     for (layout, sample, state, owner), count in groups.items():
         staged = bool(layout.stages)
         by_shape: dict[tuple[tuple[int, ...], bool], LocalBytes] = {}  # most ranks share one local shape
@@ -314,12 +307,9 @@ def memory_of(
 def owned_matrices(resolution: Resolution, settings: MemorySettings) -> Owned | None:
     """Return the bytes of matrices on owner ranks; None if no parameter has an optimizer of full matrices."""
     tensors = [
-        OwnedTensor(tensor, resolution.layouts[tensor.name], state, settings.dtype_of(tensor))
-        for tensor in resolution.metadata.parameters
-        if (state := settings.optimizer.of(tensor.name)).on_owners
-        and tensor.name in resolution.layouts
-        and tensor.requires_grad
-        and tensor.is_floating
+        OwnedTensor(tensor, layout, state, settings.dtype_of(tensor))
+        for tensor, layout in resolution.placed()
+        if (state := settings.optimizer.of(tensor.name)).on_owners and tensor.trains
     ]
     return owned_by_ranks(tensors, resolution.ranks) if tensors else None
 
@@ -337,11 +327,10 @@ def _sharded_state(
     shares = MeshSpec({axis: mesh.axis_size(axis) for axis in axes})  # a number for each coordinate along them
     coordinates = {rank: mesh.coordinate(rank) or () for rank in mesh.ranks}
     index_of = {rank: shares.rank_at([at[place] for place in places]) for rank, at in coordinates.items()}
-    trained = [each for each in resolution.metadata.parameters if each.requires_grad and each.is_floating]
     sizes = {
         each.name: prod(layout.local_shape(layout.first_rank, each.shape))
-        for each in trained
-        if (layout := resolution.layouts.get(each.name)) is not None
+        for each, layout in resolution.placed()
+        if each.trains
     }
     return axes, redundancy_free(sizes, shares.world_size), index_of
 
@@ -355,9 +344,8 @@ def _notes(
         lines.append(
             f"optimizer state lies on one rank along {', '.join(zero)}, as ZeroRedundancyOptimizer shares it out"
         )
-    for tensor in resolution.metadata.parameters if stages is not None else ():
-        layout = resolution.layouts.get(tensor.name)
-        if stages is not None and layout is not None and (copies := stages.copies(tensor, layout)):
+    for tensor, layout in resolution.placed() if stages is not None else ():
+        if stages is not None and tensor.kind == "parameter" and (copies := stages.copies(tensor, layout)):
             also = ", ".join(map(str, copies))
             lines.append(f"tied: {' = '.join(tensor.aliases)} has a copy, with gradient and state, on stage {also} too")
     packed = [tensor for tensor in resolution.metadata.parameters if tensor.stored_bytes is not None]

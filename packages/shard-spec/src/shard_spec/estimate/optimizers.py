@@ -27,9 +27,8 @@ from shard_spec._shared.owners import owners_of, update_work
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import live_bytes_of
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.placements import InterleavedShard
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
+from shard_spec.layout import InterleavedShard, Layout
+from shard_spec.plan.resolve import ModelMetadata, TensorMetadata
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -337,15 +337,14 @@ class Layout:
         shape, coordinates = tuple(shape), list(product(*map(range, self.mesh.shape)))
         lengths: list[Iterable[int]] = [repeat(size, len(coordinates)) for size in shape]
         for dim, cuts in _recipe(self, shape):
+            by_place: dict[tuple[int, ...], int] = {(): shape[dim]}  # coordinates on the axes so far to a length
+            for _, count, spec in cuts:  # each axis divides what the axes before it have left
+                parts = {length: spec.parts(length, count) for length in {*by_place.values()}}
+                by_place = {
+                    (*place, at): part for place, left in by_place.items() for at, part in enumerate(parts[left])
+                }
             axes = [at for at, _, _ in cuts]
-            places = [tuple(coordinate[at] for at in axes) for coordinate in coordinates]
-            # Coordinates of one place differ only on other axes, so any of them gives the place's length.
-            sample = dict(zip(places, coordinates, strict=True))
-            by_place = {
-                place: sum(size for _, size in _dim_intervals(cuts, shape[dim], coordinate))
-                for place, coordinate in sample.items()
-            }
-            lengths[dim] = [by_place[place] for place in places]
+            lengths[dim] = [by_place[tuple([coordinate[at] for at in axes])] for coordinate in coordinates]
         return list(zip(*lengths, strict=True)) if shape else [()] * len(coordinates)
 
     def offsets(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -34,7 +34,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
-from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -98,9 +97,13 @@ class CuttingPlacement(ABC):
     def cut(self, length: int, count: int, index: int) -> list[Interval]:
         """Return rank ``index``'s intervals of ``length`` indices over ``count`` ranks, without empty ones."""
 
+    def parts(self, length: int, count: int) -> list[int]:
+        """Return the local length of each rank along the axis."""
+        return [sum(size for _, size in self.cut(length, count, index)) for index in range(count)]
+
     def lengths(self, length: int, count: int) -> set[int]:
         """Return the distinct local lengths along the axis."""
-        return {sum(size for _, size in self.cut(length, count, index)) for index in range(count)}
+        return set(self.parts(length, count))
 
     def misfit(self, length: int) -> str:
         """Return the reason that it cannot shard ``length`` indices, or ``""``."""
@@ -329,7 +332,9 @@ def placement_spec(placement: object) -> PlacementSpec:
             return PartialSpec(placement.reduce_op)
         if isinstance(placement, types.Shard):
             return ShardSpec(placement.dim)
-        factor = _torch_compat.strided_shard_factor(placement)  # _StridedShard is private
+        from shard_spec._torch_compat import strided_shard_factor  # imports torch, as an object of torch has done
+
+        factor = strided_shard_factor(placement)  # _StridedShard is private
         if factor is not None:  # a strided shard
             return InterleavedShard(placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
     raise PlanError(

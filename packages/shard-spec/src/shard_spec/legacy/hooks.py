@@ -43,9 +43,7 @@ from shard_spec.apply.handle import (
     summed_over,
 )
 from shard_spec.distributed import GroupRef, MeshCache, choose_format
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import chunk
+from shard_spec.layout import Layout, MeshSpec, chunk
 from shard_spec.specs import ShardingSpec
 
 T = TypeVar("T", bound=torch.Tensor)

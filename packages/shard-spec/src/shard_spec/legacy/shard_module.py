@@ -33,8 +33,7 @@ from shard_spec.apply.handle import (
     tensor_at,
 )
 from shard_spec.distributed import GroupRef, MeshCache, group_or_default, on_all_ranks, source_problems
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout import Layout, MeshSpec
 from shard_spec.legacy.hooks import (
     BatchRows,
     CompareAndHook,
@@ -229,13 +228,12 @@ def plan_module(
     resolution = examine(plan, module)
     problems = [*plan_problems(plan, resolution), *source_problems(src_rank, len(ranks))]
     tensors = []
-    for metadata in resolution.metadata.tensors:
-        layout = resolution.layouts.get(metadata.name)
+    is_source = dist.get_rank(group) == src_rank
+    for metadata, layout in resolution.placed():
         tensor, planned = tensor_at(module, metadata.name), bool(resolution.rule_of.get(metadata.name))
-        if layout is None or (not planned and (not whole or is_sharded(tensor))):
+        if not planned and (not whole or is_sharded(tensor)):
             continue
         stays = not planned or layout.is_replicated
-        is_source = dist.get_rank(group) == src_rank
         target = None if stays else layout
         action, wrong = action_of(tensor, metadata, target, replaces=planned, needs_values=is_source)
         tensors.append(action)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.communication import AlphaBetaCostModel, Link, Topology
-from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout import MeshSpec
 from shard_spec.optimal.problem import Eliminator, PairwiseProblem, quantised
 from shard_spec.planners.base import merge_notes
 from shard_spec.planners.megatron.blocks import Context, Cut, Options, TPBlock, TPBlockKind
@@ -46,26 +46,6 @@ class Strategy:
     weight: str = "-"  # none or replicated; "fsdp": rows sharded and gathered for use; "column" or "row"
     reads_grad: str = ""  # state of the input's gradient after backward (``p`` for a column); empty: as `reads`
     writes_grad: str = ""  # required state of the output's gradient (``r`` for a row); empty: as `writes`
-
-    @property
-    def gradient_in(self) -> str:
-        """State of the input's gradient."""
-        return self.reads_grad or self.reads
-
-    @property
-    def gradient_out(self) -> str:
-        """State of the output's gradient."""
-        return self.writes_grad or self.writes
-
-    @property
-    def divides_work(self) -> bool:
-        """True if each rank does only its share of the operations."""
-        return self.reads in CUT or self.writes in CUT or self.weight in ("column", "row")
-
-    @property
-    def sums_weight_gradient(self) -> bool:
-        """True if ranks use one weight for different tokens: its gradient has to be summed."""
-        return self.reads in "bs"
 
 
 _BATCH, _SEQUENCE, _WHOLE = Strategy("batch", "b", "b"), Strategy("sequence", "s", "s"), Strategy("whole", "r", "r")
@@ -309,7 +289,7 @@ class Workload:
 
 StrategyPerAxis = tuple[Strategy, ...]  # one per axis
 
-# Role of an axis (see `shard_spec.plan.axis_roles`) -> names of the strategies along it.
+# Role of an axis (see `shard_spec.layout.mesh`) -> names of the strategies along it.
 ROLE_STRATEGIES = {
     "data": {"batch", "batch+fsdp"},
     "context": {"sequence", "sequence+fsdp", "heads", "fsdp", "whole"},
@@ -360,20 +340,17 @@ class StepModel:
         key: object
         for index, (operation, choices) in enumerate(zip(self.operations, self.choices, strict=True)):
             sizes = operation.num_elements, operation.matmul_elements, operation.width_out, operation.output_bytes
-            key = (
-                sizes,
-                operation.scores,
-                operation.kept,
-                bool(operation.parameters),
-                id(choices),
-                self._is_inside(index),
-            )
+            owns = bool(operation.parameters)
+            key = sizes, operation.scores, operation.kept, owns, id(choices), self._is_inside(index)
             if key in nodes:
                 problem.add_node_like(nodes[key])
                 continue
+            # Bytes that last from forward to backward: logits do not outlast the loss.
+            lasting = not (operation.output_bytes or self._is_inside(index))
+            kept = operation if lasting else replace(operation, width_out=0)
             nodes[key] = problem.add_node(
                 [self._seconds(operation, strategies) for strategies in choices],
-                [self._kept_bytes(index, strategies) for strategies in choices],
+                [self._bytes(kept, strategies) for strategies in choices],
             )
         for index, operation in enumerate(self.operations):
             for source in {operation.source, operation.residual} - {-1}:
@@ -440,7 +417,9 @@ class StepModel:
             forward += 4.0 * workload.tokens * seen * operation.width_out
         passes = 4 if workload.recompute and not operation.kept else 3  # backward is twice forward
         shares = math.prod(
-            size for strategy, size in zip(strategies, self.mesh.shape, strict=True) if strategy.divides_work
+            size
+            for each, size in zip(strategies, self.mesh.shape, strict=True)
+            if each.reads in CUT or each.writes in CUT or each.weight in ("column", "row")  # a rank does its share
         )
         compute = self.cost_model.compute(forward * passes / shares, self.topology)
         if not operation.matmul_elements and not operation.parameters:
@@ -457,7 +436,7 @@ class StepModel:
                 num_bytes /= math.prod(size for other, size in later if other.weight == "fsdp")
                 seconds += 2 * self.cost_model.all_gather(num_bytes, link)  # for forward and again for backward
                 seconds += self.cost_model.reduce_scatter(num_bytes, link)
-            elif strategy.sums_weight_gradient:
+            elif strategy.reads in "bs":  # ranks use one weight for different tokens: its gradient is summed
                 stored = math.prod(size for other, size in others if other.weight == "fsdp")
                 seconds += self.cost_model.all_reduce(num_bytes / stored, link)
         return compute + seconds * (1 - workload.overlap)  # the overlap is hidden behind matmuls
@@ -474,8 +453,8 @@ class StepModel:
                 cache[before, after] = moving(before, after, num_bytes, self.links, self.cost_model)
             return cache[before, after]
 
-        outputs = [(tuple(s.writes for s in source), tuple(s.gradient_out for s in source)) for source in sources]
-        inputs = [(tuple(s.reads for s in reader), tuple(s.gradient_in for s in reader)) for reader in readers]
+        outputs = [(tuple(s.writes for s in each), tuple(s.writes_grad or s.writes for s in each)) for each in sources]
+        inputs = [(tuple(s.reads for s in each), tuple(s.reads_grad or s.reads for s in each)) for each in readers]
         table = [
             [passes * seconds(writes, reads) + seconds(grad_in, grad_out) for reads, grad_in in inputs]
             for writes, grad_out in outputs
@@ -558,12 +537,6 @@ class StepModel:
         operation, unit = self.operations[index], self._unit_of[index]
         is_stream = operation.strategies is STREAM and operation.residual >= 0
         return self.workload.recompute and is_stream and bool(unit) and self._unit_of[operation.residual] != unit
-
-    def _kept_bytes(self, index: int, strategies: StrategyPerAxis) -> int:
-        """Return the bytes of an operation that last from forward to backward; logits do not outlast the loss."""
-        operation = self.operations[index]
-        lasting = not (operation.output_bytes or self._is_inside(index))
-        return self._bytes(operation if lasting else replace(operation, width_out=0), strategies)
 
     @cached_property
     def _unit_of(self) -> list[str]:

@@ -12,10 +12,8 @@ from torch import nn
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.communication import PRESETS, AlphaBetaCostModel, Topology
-from shard_spec.estimate.fully_shard import block_names
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshLike, MeshSpec
-from shard_spec.layout.placements import InterleavedShard, PlacementSpec, ShardSpec
+from shard_spec.estimate.step_options import block_names
+from shard_spec.layout import InterleavedShard, Layout, MeshLike, MeshSpec, PlacementSpec, ShardSpec
 from shard_spec.optimal.model import (
     ROLE_STRATEGIES,
     Operation,
@@ -26,7 +24,7 @@ from shard_spec.optimal.model import (
     structure_of,
 )
 from shard_spec.optimal.problem import CappedSolution, InfeasibleError
-from shard_spec.plan.metadata import metadata_of
+from shard_spec.plan.resolve import metadata_of
 from shard_spec.planners.base import Decisions, LayoutPlanner, OptimalityBound
 
 

@@ -19,27 +19,38 @@ Specs have no file form: their layouts depend on shapes.
 
 Untrusted plan files are read as arguments of a plan: checked at each step, nothing executed or imported.
 
-`PlanContent` has the data of a sharding plan with its digest and JSON; `ShardingPlan` is its subclass.
+`PlanContent` has the data of a sharding plan with its digest and JSON; `ShardingPlan` is its subclass. `glob_rules`
+writes compact rules for layouts given by name.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshLike, MeshSpec, as_mesh
-from shard_spec.layout.placements import PlacementLike, SpecialShard, layout_items, parse_placement, placement_spec
-from shard_spec.plan.axis_roles import role_problems
+from shard_spec.layout import (
+    Layout,
+    MeshLike,
+    MeshSpec,
+    PlacementLike,
+    SpecialShard,
+    as_mesh,
+    layout_items,
+    parse_placement,
+    placement_spec,
+    role_problems,
+)
 from shard_spec.specs import Sharder, ShardingSpec, as_spec
 
 MAX_BYTES = 64 * 2**20
@@ -191,31 +202,6 @@ def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems:
 
 MAX_RULES = 1_000_000
 _KEYS = {"format", "version", "mesh", "strict", "rules", "output_plan", "return_local_tensor"}
-
-
-def from_json(text: str | bytes) -> dict[str, Any]:
-    """Read the output of `to_json` as data: nothing is executed or imported by name.
-
-    All else raises ``invalid-plan``. Rules that do not match the model are accepted; ``validate`` lists them.
-    """
-    try:
-        document = json_values(text)
-    except ValueError as error:
-        raise _bad(f"not JSON: {str(error)[:200]}") from None
-    return from_document(document)
-
-
-def from_dict(document: Any) -> dict[str, Any]:
-    """Read the document of `to_json` as values, also in handwritten form; see ``ShardingPlan.from_dict``."""
-    if not isinstance(document, dict):
-        return from_document(document)
-    full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
-    if isinstance(full["mesh"], dict):
-        full["mesh"] = {"ranks": None, **full["mesh"]}
-    for table, key in (full, "rules"), (full, "output_plan"), (full, "axis_roles"), (full["mesh"], "axes"):
-        if isinstance(table, dict) and isinstance(table.get(key), dict):  # the JSON form is a list of pairs
-            table[key] = [[name, value] for name, value in table[key].items()]
-    return from_document(full)
 
 
 def from_document(document: Any) -> dict[str, Any]:
@@ -459,12 +445,18 @@ class PlanContent:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse the output of :meth:`to_json`; safe on untrusted files.
+        """Parse the output of :meth:`to_json`; safe on untrusted files: nothing is executed or imported by name.
+
+        Rules that do not match the model are accepted; ``validate`` lists them.
 
         Raises:
             PlanError: ``invalid-plan``.
         """
-        return cls(**from_json(text))
+        try:
+            document = json_values(text)
+        except ValueError as error:
+            raise _bad(f"not JSON: {str(error)[:200]}") from None
+        return cls(**from_document(document))
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Self:
@@ -475,10 +467,87 @@ class PlanContent:
         Raises:
             PlanError: ``invalid-plan``.
         """
-        return cls(**from_dict(document))
+        if not isinstance(document, dict):
+            return cls(**from_document(document))
+        full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
+        if isinstance(full["mesh"], dict):
+            full["mesh"] = {"ranks": None, **full["mesh"]}
+        for table, key in (full, "rules"), (full, "output_plan"), (full, "axis_roles"), (full["mesh"], "axes"):
+            if isinstance(table, dict) and isinstance(table.get(key), dict):  # the JSON form is a list of pairs
+                table[key] = [[name, value] for name, value in table[key].items()]
+        return cls(**from_document(full))
 
     def on_mesh(self, mesh: MeshSpec) -> Self:
         """Return the same rules on another mesh."""
         other = copy.copy(self)
         object.__setattr__(other, "mesh", mesh)  # frozen dataclass; the copy has parsed no rule yet
         return other
+
+
+T = TypeVar("T")
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a numeric path component
+_GLOB_LETTERS = re.compile(r"[*?\[{]")
+
+
+def glob_rules(values: Mapping[str, T | None], aliases: Collection[str], others: Collection[str]) -> dict[str, T]:
+    """Return rules that give each name its value, and names without a value no rule.
+
+    Numbers in a path become ``*`` if every parameter with such a path has the same value. Other names are listed, also
+    those with a pattern that would match another tensor (``layers.*`` and ``layers.norm``). ``aliases`` are further
+    names of tied parameters, ``others`` names that no pattern may match.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in values:
+        groups.setdefault(pattern_of(name), []).append(name)
+    stems = {*groups, *map(pattern_of, aliases)}  # globs match tied names too
+    rules: dict[str, T] = {}
+    for pattern, members in groups.items():
+        alone = {stem for stem in stems if _glob_matches(pattern, stem)} == {pattern}
+        alone = alone and not any(_glob_matches(pattern, name) for name in others)
+        alone = alone and not any(map(_GLOB_LETTERS.search, members))  # a key of nn.ModuleDict may hold glob letters
+        listed = {name: value for name in members if (value := values[name]) is not None}
+        rules.update(_rules_of_group(pattern, members, values) if alone and len(members) > 1 else listed)
+    return rules
+
+
+def _glob_matches(pattern: str, stem: str) -> bool:
+    mine, theirs = pattern.split("."), stem.split(".")
+    return len(mine) == len(theirs) and all(own in ("*", other) for own, other in zip(mine, theirs, strict=True))
+
+
+def _rules_of_group(pattern: str, members: list[str], values: Mapping[str, T | None]) -> dict[str, T]:
+    """Return rules for all names of `pattern`: one if their values are equal, else few."""
+    listed = {name: value for name in members if (value := values[name]) is not None}
+    layout_values = list(listed.values())
+    is_complete = len(listed) == len(members)
+    if not listed or (is_complete and len(set(layout_values)) == 1):
+        return {pattern: layout_values[0]} if listed else {}
+    # One number written out (``layers.*.mlp.2.weight``), if that separates the values: exact, and readable.
+    num_numbers = len(_NUMBER.findall(members[0]))  # equal in all: one pattern
+    best: dict[str, T] | None = None
+    for position in range(num_numbers if num_numbers > 1 else 0):
+        parts: dict[str, set[T | None]] = {}
+        for name in members:
+            parts.setdefault(_pattern_but_one(name, position), set()).add(values[name])
+        if all(len(numbers) == 1 for numbers in parts.values()):
+            rules = {part: text for part, (text,) in parts.items() if text is not None}
+            best = rules if best is None or len(rules) < len(best) else best  # fewest rules
+    if best is not None:
+        return best
+    if not is_complete or len(members) <= 3:  # a glob would save nothing, or match too much
+        return listed
+    # The most frequent value becomes the pattern; an exact name overrides it.
+    usual = min(layout_values, key=lambda value: (-layout_values.count(value), str(value)))
+    return {pattern: usual, **{name: value for name, value in listed.items() if value != usual}}
+
+
+def _pattern_but_one(name: str, position: int) -> str:
+    """Replace every number by ``*`` except the one at `position`."""
+    seen = itertools.count()
+    return _NUMBER.sub(lambda match: match[0] if next(seen) == position else "*", name)
+
+
+def pattern_of(name: str) -> str:
+    """Replace every numeric path component of `name` by ``*``."""
+    return _NUMBER.sub("*", name)

@@ -11,9 +11,7 @@ from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import Section, sharding_info_of
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.placements import REPLICATE, BlockShard, InterleavedShard, PlacementSpec, ShardSpec
+from shard_spec.layout import REPLICATE, BlockShard, InterleavedShard, Layout, MeshSpec, PlacementSpec, ShardSpec
 
 _FORM = "(device_mesh, placements, global_shape, global_stride[, sections])"
 

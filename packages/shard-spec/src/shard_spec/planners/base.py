@@ -11,13 +11,10 @@ from torch import nn
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.estimate.fully_shard import block_names
-from shard_spec.estimate.step_options import expert_modules
-from shard_spec.layout.layout import Layout
-from shard_spec.layout.mesh import MeshLike, MeshSpec, as_mesh
-from shard_spec.layout.placements import ReplicateSpec, ShardSpec, StageShard
-from shard_spec.plan.globs import glob_rules, pattern_of
-from shard_spec.plan.metadata import metadata_of
+from shard_spec.estimate.step_options import block_names, expert_modules
+from shard_spec.layout import Layout, MeshLike, MeshSpec, ReplicateSpec, ShardSpec, StageShard, as_mesh
+from shard_spec.plan.content import glob_rules, pattern_of
+from shard_spec.plan.resolve import metadata_of
 from shard_spec.sharding_plan import ShardingPlan
 
 
@@ -86,7 +83,7 @@ class Decisions:
         notes: remarks for readers of the plan, in a stable order.
         unrecognised: FQN of each matmul weight of unknown role, with the reason.
         certificate: bound on the distance from the optimum, if the planner proves one.
-        axis_roles: role of each axis used by this planner (see `shard_spec.plan.axis_roles`); bytes of a step depend
+        axis_roles: role of each axis used by this planner (see `shard_spec.layout.mesh`); bytes of a step depend
             on it.
     """
 
@@ -284,12 +281,15 @@ class FullyShardPlanner(LayoutPlanner):
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
         layouts = {}
+        along: dict[tuple[str, ...], Layout] = {}  # many parameters share one
         for name, parameter in module.named_parameters():
             # Blocks of experts lie along one of these axes already.
             used = given[name].sharded_axes if name in given else ()
-            axes = [axis for axis in self.axes if len(self.axes) == 1 or axis not in used]
+            axes = tuple(axis for axis in self.axes if len(self.axes) == 1 or axis not in used)
+            if axes not in along:
+                along[axes] = Layout(self.mesh, dict.fromkeys(axes, ShardSpec(0)), axes if len(axes) > 1 else None)
             if parameter.dim() > 0 and axes:
-                layouts[name] = Layout(self.mesh, dict.fromkeys(axes, ShardSpec(0)), axes if len(axes) > 1 else None)
+                layouts[name] = along[axes]
         return Decisions(
             layouts, axis_roles={**dict.fromkeys(self.axes, "data"), **dict.fromkeys(self.context, "context")}
         )

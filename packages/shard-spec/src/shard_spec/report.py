@@ -1,6 +1,7 @@
-"""Explanations of a plan, and of differences between two plans, in words.
+"""Explanations of a plan, and of differences between two plans: in words, and as a page.
 
-Readers need no knowledge of this package. Plans differ by rule and, with a model, by tensor.
+Readers need no knowledge of this package. Plans differ by rule and, with a model, by tensor. The self-contained page
+shows the shards of each rank, the memory of each rank, and the bytes of a step.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from torch import nn
 
-from shard_spec._shared.page import human_bytes
+from shard_spec._shared.page import human_bytes, page_parts
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.memory import memory_of
-from shard_spec.formatting import Table, human_ranks
-from shard_spec.plan.content import PlanContent, Rule
-from shard_spec.plan.globs import pattern_of
-from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
-from shard_spec.plan.resolve import Resolution, examine, resolve
+from shard_spec.estimate.communication import Communication
+from shard_spec.estimate.memory import PARTS, STEP_PARTS, Memory, memory_of
+from shard_spec.formatting import Table, human_count, human_ranks
+from shard_spec.plan.content import PlanContent, Rule, pattern_of
+from shard_spec.plan.resolve import ModelMetadata, Resolution, TensorMetadata, examine, resolve
 
 
 def explain(plan: PlanContent, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
@@ -227,3 +228,86 @@ def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelMetadat
             tensors.append(Change(tensor.name, *(str(layout) if layout else None for layout in (first, second))))
     sizes = [max(memory_of(each, optimizer="none").parts["parameters"], default=0) for each in resolutions]
     return PlanDiff(settings, tuple(rules), tuple(tensors), (sizes[0], sizes[1]))
+
+
+# One hue for each axis, distinct for the colour-blind too; several axes on one tensor are drawn as stripes.
+_HUES = (210, 28, 145, 285, 55, 0)
+_GREY = "#c9cfd8"
+_COLOURS = ("#3b6fb6", "#8fa8c8", "#e08e3a", "#5d9f6b", "#9b6bb0", "#c05a5a", "#7fb3d3", "#d98c3f", "#3f7f5a")
+_DRAWN = [part for part in (*PARTS, *STEP_PARTS) if part != "gradients to come"]  # negative: taken off the gradients
+_PART_COLOURS = dict(zip(_DRAWN, (*_COLOURS, "#6b7f3f"), strict=True))
+_MAX_ROWS, _MAX_RANKS, _MAX_FILLINGS = 200, 64, 32  # a page that browsers can draw; larger worlds repeat the pattern
+
+
+def html_report(
+    plan: PlanContent,
+    module: ModelMetadata,
+    memory: Memory,
+    communication: Communication | None = None,
+    *,
+    limit: int | None = None,
+    title: str = "plan",
+) -> str:
+    """Return the page as text, written by ``plan.html.j2``; it loads no external resources.
+
+    ``communication`` is that of a plan on one mesh, ``limit`` the bytes of memory of one rank.
+    """
+    from jinja2 import Environment  # torch brings it; a program that draws no page need not import it
+
+    resolution = examine(plan, module)
+    axes = dict.fromkeys(axis for layout in resolution.layouts.values() for axis in layout.mesh.axis_names)
+    hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}
+    ranks, kinds, fillings = list(resolution.ranks)[:_MAX_RANKS], alike(resolution), memory.groups()
+    rows = []
+    for (name, text, *_), (first, *others) in list(kinds.items())[:_MAX_ROWS]:
+        cells: list[tuple[list[str], str]] = []  # colours of a cell, shaded by the rank's coordinate, and its tip
+        for rank in ranks:
+            layout = resolution.layouts.get(first.name)
+            coordinate = None if layout is None else layout.mesh.coordinate(rank)
+            if layout is None or coordinate is None:
+                cells.append((["none"], ""))
+                continue
+            boxes = layout.boxes(rank, first.shape)
+            places = " + ".join("[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices()) + "]" for box in boxes[:4])
+            colours = [] if boxes else ["none"]  # an empty rank is an outline
+            for at, (axis, size) in enumerate(layout.mesh.axes.items() if boxes else ()):
+                if layout.specs[at].dim is not None and size > 1:
+                    shade = 36 + round(36 * coordinate[at] / (size - 1))  # 36 to 72 % lightness
+                    colours.append(f"hsl({hues[axis]} 55% {shade}%)")
+            cells.append((colours or [_GREY], f"{first.name} on rank {rank}: {places or 'nothing'}"))
+        rows.append((name, text, 1 + len(others), cells))
+    bars = []
+    for group, sizes in fillings[:_MAX_FILLINGS]:
+        listed = human_ranks(group)
+        to_come = sizes.pop("gradients to come", 0)
+        sizes = {part: size + to_come * (part == "gradients") for part, size in sizes.items()}
+        shown = listed if len(listed) < 28 else f"{listed[:26]}…"
+        bars.append((f"rank {listed}" if len(group) == 1 else f"ranks {shown}", list(sizes.items())))
+    by_axis = {} if communication is None else communication.by_axis()
+    moved = [(axis, [(kind, round(size)) for kind, size in sizes.items()]) for axis, sizes in by_axis.items()]
+    sent = sum(sum(sizes.values()) for sizes in by_axis.values())
+    page = Environment(autoescape=True)
+    # What every page has; what the plan says; what the pictures show.
+    page.globals.update(
+        html=page_parts(),
+        human_bytes=human_bytes,
+        human_count=human_count,
+        grey=_GREY,
+        title=title,
+        plan=plan,
+        found=resolution,
+        tensors=tensor_table(resolution),
+        limit=limit,
+        memory=memory,
+        communication=communication,
+        transfers=moved,
+        sent=sent,
+        hues=hues,
+        ranks=ranks,
+        rows=rows,
+        num_kinds=len(kinds),
+        bars=bars,
+        num_fillings=len(fillings),
+        part_colours=_PART_COLOURS,
+    )
+    return page.from_string(resources.files(__package__).joinpath("plan.html.j2").read_text(encoding="utf-8")).render()
