@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,15 @@ SEEDED = 7
 TOKENS = 10
 
 
-def modeling_files() -> dict[str, Path]:
-    """Return modeling files of transformers with classes of experts, by the name of their folder."""
+def modeling_files(folder: str = "*") -> dict[str, Path]:
+    """Return modeling files of transformers with classes of experts, by the name of their folder; of all, or of one."""
     import transformers
 
-    paths = sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))
+    paths = sorted((Path(transformers.__file__).parent / "models").glob(f"{folder}/modeling_*.py"))
     return {path.parent.name: path for path in paths if _classes(path)}
 
 
+@cache
 def _classes(path: Path) -> list[str]:
     text = path.read_text()
     if "Experts(" not in text and "ParallelExperts" not in text:
@@ -47,9 +49,9 @@ def expert_types() -> list[str]:
     return [name for name in hf_models.causal_types() if model_type_to_module_name(name) in files]
 
 
-def expert_classes() -> list[tuple[str, str]]:
-    """Return folder and name of every class of experts."""
-    return [(folder, name) for folder, path in modeling_files().items() for name in _classes(path)]
+def expert_classes(folder: str = "*") -> list[tuple[str, str]]:
+    """Return folder and name of every class of experts, or of those in one folder."""
+    return [(folder, name) for folder, path in modeling_files(folder).items() for name in _classes(path)]
 
 
 def outcome_of(error: Exception) -> str:

@@ -109,6 +109,11 @@ ENCODER: dict[str, Any] = {
 }
 
 
+def code_of(*types: str) -> list[str]:
+    """Modules with transformers' code of some model types, for `tp_models.preload`."""
+    return [f"transformers.models.{name}.modeling_{name}" for name in ("auto", *types)]
+
+
 def encoders() -> list[tuple[str, Callable[[], nn.Module], dict[str, torch.Tensor]]]:
     """Encoders, encoder-decoders and vision models: name, maker and inputs."""
     import transformers as of

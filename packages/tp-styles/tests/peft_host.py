@@ -193,3 +193,16 @@ def test_adapters_after_the_plan_are_refused(ranks: Ranks) -> None:
 def test_a_plan_for_the_wrapper_names_the_model_inside() -> None:
     with pytest.raises(tp.PlanError, match=r"unmatched-pattern.*get_base_model"):
         tp.from_hf_tp_plan(adapted(model_of("llama"), TARGETS["llama"]))
+
+
+@pytest.mark.filterwarnings("ignore:auto_plan shards:UserWarning")
+def test_updates_of_experts_parameters_are_refused_by_name() -> None:
+    """`target_parameters` on experts: every source of plans; without the experts' styles the rest is planned."""
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    inner = adapted(model_of("olmoe"), ["q_proj"], target_parameters=targets).get_base_model()
+    for styles in (tp.auto_plan(inner), tp.auto_plan(inner, tp_size=2, ep_size=2), tp.from_hf_tp_plan(inner)):
+        problems = tp.plan_styles(inner, styles, 2).problems
+        assert [problem.name for problem in problems] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+        assert all("target_parameters" in problem.found for problem in problems)
+        rest = {name: style for name, style in styles.items() if "experts" not in name}
+        assert not tp.plan_styles(inner, rest, 2).problems

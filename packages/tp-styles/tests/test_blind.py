@@ -18,6 +18,9 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 from tp_styles.check import checker
+from tp_styles.runtime.forwards import Forward, Output, only
+from tp_styles.runtime.redistribute import TPGroup
+from tp_styles.values import ModuleInfo, ParameterSpec, Redistribution, Split, StyleSpec
 
 WIDTH = 16
 
@@ -412,3 +415,73 @@ def test_an_argument_that_each_rank_uses_on_its_shard_has_its_gradient_summed(ra
             models.square_loss(each(x), torch.ones_like(x)).backward()
             optimizer.step()
     assert models.assert_close(tp.full_state_dict(model), alone.state_dict(), atol=1e-12) == 48 + 2 * (544 + 528)
+
+
+class Gain(nn.Module):
+    """A gain for each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+class WithGain(nn.Module):
+    """An output, and a loss of the gain's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(WIDTH, WIDTH), Gain()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.layer(x)
+        return y, self.gain(y).square().mean()
+
+
+class GainForward(Forward):
+    """A forward of one's own; on the ranks in `detaches` its output has lost its gradient."""
+
+    detaches: tuple[int, ...] = ()
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        self.leave = Output(only(spec), axis, name, local=True, inplace_ok=False)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gain = self.parameter("gain")
+        assert gain is not None
+        output = x * gain
+        return self.leave(output.detach() if self.axis.rank in self.detaches else output)
+
+
+class GainParallel(tp.ParallelStyle):
+    """A style of one's own."""
+
+    def __init__(self, forward: type[Forward]) -> None:
+        self.forward = forward
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        flow = Redistribution(Replicate(), Replicate())
+        replicated = (("gain", ParameterSpec(Split.replicated())),)
+        return StyleSpec(self.forward, replicated, (("x", flow),), outputs=(flow,))
+
+
+@pytest.mark.ranks(2)
+def test_a_style_of_ones_own_that_detaches_is_refused(ranks: Ranks) -> None:
+    """Outputs and all other gradients are right: the gain would never train. One rank's fault is raised by all."""
+    mesh, x = ranks.mesh((2,), ("tp",)), torch.ones(4, WIDTH, dtype=torch.float64)
+    for faulty in ((0, 1), (1,)):
+        model: Any = models.seeded(WithGain).double()
+        tp.apply_plan(model, mesh, {"gain": GainParallel(type("Detaching", (GainForward,), {"detaches": faulty}))})
+        with pytest.raises(tp.PlanError, match=r"\[check-mismatch\] gain .*without a gradient on rank") as error:
+            model(x)
+        assert len(set(ranks.gather(str(error.value)))) == 1
+    model, alone = models.seeded(WithGain).double(), models.seeded(WithGain).double()
+    tp.apply_plan(model, mesh, {"gain": GainParallel(GainForward)})
+    for each in (model, alone):
+        output, loss = each(x)
+        (output.sum() + loss).backward()
+    wanted: dict[str, Any] = {name: p.grad for name, p in alone.named_parameters()}
+    assert models.assert_close(models.full_gradients(model, mesh), wanted, 1e-12) > 280

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import hf_models
 import pytest
 import torch
+import tp_models as models
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -160,6 +163,9 @@ def test_a_plan_that_one_rank_cannot_carry_out_raises_on_all(ranks: Ranks) -> No
         assert code in {problem.code for problem in caught.value.problems}
     assert len(refused) == 2
     assert not any(isinstance(p, DTensor) for p in net.parameters())
+
+
+before_ranks = partial(models.preload, "shard_spec.planners", *hf_models.code_of("olmoe"))
 
 
 @pytest.mark.extra("transformers")

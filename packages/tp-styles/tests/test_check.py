@@ -321,6 +321,52 @@ def test_a_pair_of_which_one_is_styled(ranks: Ranks) -> None:
     assert not isinstance(caught.value, tp.PlanError)
 
 
+class Adapted(nn.Module):
+    """A linear layer with a low-rank update, under peft's names."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(inputs, outputs)
+        self.lora_A, self.lora_B = nn.Linear(inputs, 3, bias=False), nn.Linear(3, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_an_adapter_of_which_a_part_is_styled(ranks: Ranks) -> None:
+    """The error names the adapter and its style; the style is right."""
+    mesh, column, row = ranks.mesh((2,), ("tp",)), tp.LoRAParallel("column"), tp.LoRAParallel("row")
+    parts: dict[str, Any] = {"base_layer": tp.ColwiseParallel(), "lora_A": tp.NoParallel()}
+    plans: list[tuple[dict[str, Any], str]] = [
+        ({**{f"up.{name}": style for name, style in parts.items()}, "down": row}, "up"),  # B is forgotten
+        ({"up.lora_B": tp.ColwiseParallel(), "down": row}, "up"),
+        ({"up": column, "down.base_layer": tp.RowwiseParallel()}, "down"),
+        ({"up": column}, "down"),
+    ]
+    for plan, name in plans:
+        model = models.seeded(AdaptedPair).double()
+        tp.apply_plan(model, mesh, plan)
+        with pytest.raises(tp.PlanError, match=rf"layers of the adapter {name} have no style: LoRAParallel"):
+            model(tokens())
+    model, alone = models.seeded(AdaptedPair).double(), models.seeded(AdaptedPair).double()
+    tp.apply_plan(model, mesh, {"up": column, "down": row})
+    torch.testing.assert_close(model(tokens()), alone(tokens()))
+
+
+class AdaptedPair(nn.Module):
+    """Two adapters around a function of each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Adapted(16, 32), Adapted(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.tanh(self.up(x)))
+        return result
+
+
 @pytest.mark.ranks(2)
 def test_planted_mistakes(ranks: Ranks) -> None:
     """Each is accepted by the plan, runs, and gives other numbers; with check="never" nobody would know."""

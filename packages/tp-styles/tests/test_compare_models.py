@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import hf_models
 import pytest
 import torch
 import torch.distributed as dist
@@ -212,8 +213,10 @@ def test_planted_mistakes(ranks: Ranks) -> None:
         assert re.search(text, texts[0]), (name, texts[0])
 
 
+before_ranks = partial(models.preload, "accelerate", *hf_models.code_of("qwen3", "qwen3_moe"))
+
+
 def tiny_config(kind: str, **sizes: Any) -> Any:
-    import hf_models
     from transformers import AutoConfig
 
     return AutoConfig.for_model(

@@ -23,6 +23,8 @@ from tp_styles.runtime.sequence import GradientScale, SequenceAttention
 from tp_styles.styles import context_attention
 from tp_styles.styles.context_parallel import ContextForward
 
+before_ranks = right.before_ranks
+
 LENGTH = right.LENGTH
 POSITIONS = {"position_ids": torch.arange(LENGTH)[None]}
 

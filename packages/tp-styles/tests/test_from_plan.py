@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -286,6 +287,9 @@ def test_an_optimal_plan_trains_right_or_raises(ranks: Ranks) -> None:
         except tp.PlanError:
             outcomes.append("refused")
     assert set(outcomes) == {"right", "refused"}, outcomes
+
+
+before_ranks = partial(models.preload, "shard_spec.optimal", *hf_models.code_of("qwen3", "gpt2"))
 
 
 def llama(kind: str) -> Callable[[], nn.Module]:

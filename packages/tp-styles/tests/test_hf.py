@@ -24,6 +24,9 @@ from tp_styles.sources.names import OLDER, TODAY, todays_names
 
 MARKS = "<!-- families: begin -->\n", "<!-- families: end -->"
 SAMPLE = ["gemma2", "phi3", "qwen2_moe", "granitemoe", "deepseek_v2", "stablelm"]
+OTHERS = "llama", "mixtral", "inkling", "mamba", "mamba2", "rwkv"
+ENCODERS = "t5", "beit", "bert", "roberta", "vit", "clip", "bart", "whisper"
+before_ranks = partial(models.preload, "shard_spec.planners", *hf_models.code_of(*SAMPLE, *OTHERS, *ENCODERS))
 
 
 @pytest.mark.extra("transformers", "shard-spec")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import tp_styles as tp
 from ranktest import Ranks
+from torch.distributed.device_mesh import DeviceMesh
 from tp_styles import losses
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
@@ -96,3 +99,17 @@ def test_sharded_vocabularies(ranks: Ranks) -> None:
                 (full,) = torch.autograd.grad(wanted.sum(), alone, retain_graph=True)
                 ours = full[..., rank * size : (rank + 1) * size]
                 torch.testing.assert_close(gradient.nan_to_num(), ours.nan_to_num(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_rank_that_waits_for_a_refusal_names_the_loss(ranks: Ranks) -> None:
+    """One rank alone refuses its target. The other waits until the group's timeout, then names the call and itself."""
+    group = dist.new_group(timeout=timedelta(seconds=3), use_local_synchronization=True)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    tokens, target = drawn(1, 2, 4, CLASSES), torch.zeros(2, 4 + 3 * ranks.rank, dtype=torch.long)
+    for loss in (tp.sharded_cross_entropy, tp.vocab_parallel_cross_entropy):
+        with pytest.raises(tp.PlanError if ranks.rank else RuntimeError) as error:
+            loss(tokens, target, mesh=mesh)
+        texts = ranks.gather(str(error.value))
+        assert texts[0].startswith(f"{loss.__name__} over the mesh axis tp: all_reduce failed on rank 0: another rank")
+        assert "[shape-mismatch] target" in texts[1]

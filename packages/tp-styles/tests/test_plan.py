@@ -176,6 +176,29 @@ def test_what_cannot_be_done_is_a_problem(module: nn.Module, style: tp.ParallelS
     assert bool(codes) == bool(code)
 
 
+class ParamWrapper(nn.Module):
+    """peft's module around another one with a low-rank update of a parameter (`target_parameters`)."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = inside, nn.Linear(8, 2), nn.Linear(2, 8)
+
+
+def test_parameters_with_updates_of_their_own_are_refused_by_name() -> None:
+    """Every style on the wrapper and below counts, also a replicated one; without one the rest is planned."""
+    model = nn.ModuleDict({"up": nn.Linear(8, 8), "experts": ParamWrapper(nn.Sequential(nn.Linear(8, 8)))})
+    styles: dict[str, tp.ParallelStyle] = {
+        "experts.base_layer.0": tp.ColwiseParallel(),
+        "experts.lora_B": tp.NoParallel(),
+        "experts": tp.PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
+    }
+    for name, style in styles.items():
+        (problem,) = tp.plan_styles(model, {"up": tp.ColwiseParallel(), name: style}, 2).problems
+        assert (problem.code, problem.name) == ("module-not-shardable", "experts")
+        assert "target_parameters" in problem.found
+    assert not tp.plan_styles(model, {"up": tp.ColwiseParallel()}, 2).problems
+
+
 def test_what_is_no_style_names_the_right_one() -> None:
     for wrong, hint in ((tp.RowwiseParallel, "RowwiseParallel()"), ("rowwise", "from_hf_tp_plan")):
         (problem,) = tp.plan_styles(models.MLP(), {"down": wrong}, 2).problems  # type: ignore[dict-item]

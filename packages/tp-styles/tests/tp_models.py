@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import importlib
+import importlib.util
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -110,6 +114,21 @@ def gpt_plan(fused: bool = False) -> dict[str, tp.ParallelStyle]:
         "**.down": tp.RowwiseParallel(),
         "head": tp.ColwiseParallel(output_layouts=Replicate()),
     }
+
+
+def preload(*modules: str) -> None:
+    """Import modules where ranks are forked from, so that no rank does; packages that are not installed are left out.
+
+    Test modules whose bodies import transformers say `before_ranks = partial(models.preload, ...)`: its import and that
+    of a model's code take seconds of a core, on each rank of the first test.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in modules:
+            if importlib.util.find_spec(module.partition(".")[0]) is not None:
+                importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # pages of what is imported stay shared with the ranks
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

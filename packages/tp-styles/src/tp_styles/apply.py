@@ -316,17 +316,18 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(Problem("wrong-type", "mesh", found=str(type(mesh)), hint="pass a torch DeviceMesh"))
-    problem = None
     if mesh.ndim != 1:
-        problem = Problem(
-            "invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass one axis of it, for example mesh["tp"]'
+        raise PlanError(
+            Problem(
+                "invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass one axis of it, for example mesh["tp"]'
+            )
         )
-    elif mesh.get_coordinate() is None:
-        problem = Problem(
-            "rank-outside-mesh", "mesh", found=f"rank {dist.get_rank()}", hint="call it on the mesh's ranks only"
+    if mesh.get_coordinate() is None:
+        raise PlanError(
+            Problem(
+                "rank-outside-mesh", "mesh", found=f"rank {dist.get_rank()}", hint="call it on the mesh's ranks only"
+            )
         )
-    if problem is not None:
-        raise PlanError(problem)
 
 
 # ---------------------------------------------------------------------------------------------- steps

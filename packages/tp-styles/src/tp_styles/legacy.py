@@ -325,14 +325,11 @@ class PairwiseParallel(ParallelStyle):
         return StyleSpec(compute="none", children=tuple(children), problems=tuple(problems))
 
     def _pairs(self, linears: list[str]) -> list[tuple[str, ParallelStyle]]:
-        paired = linears[: len(linears) // 2 * 2]
+        columns, rows = linears[: len(linears) // 2 * 2 : 2], linears[1::2]
         styles: list[tuple[str, ParallelStyle]] = []
-        for index, name in enumerate(paired):
-            if index % 2 == 0:
-                styles.append((name, ColwiseParallel(self._prepare_input if index == 0 else None, None)))
-            else:
-                last = index == len(paired) - 1
-                styles.append((name, RowwiseParallel(None, self._prepare_output if last else None)))
+        for column, row in zip(columns, rows, strict=True):
+            styles.append((column, ColwiseParallel(self._prepare_input if column == columns[0] else None, None)))
+            styles.append((row, RowwiseParallel(None, self._prepare_output if row == rows[-1] else None)))
         return styles
 
 

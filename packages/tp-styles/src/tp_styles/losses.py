@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -66,7 +65,7 @@ def sharded_cross_entropy(
     if problems:
         raise PlanError(problems)
     is_full = not torch.compiler.is_compiling() and in_original()  # the original of a check has all tokens
-    axis = None if is_full else TPGroup(mesh)
+    axis = None if is_full else TPGroup(mesh, "sharded_cross_entropy")
     if shift:
         target = torch.cat([target[:, 1:], first_of_next_rank(target, axis, ignore_index)], 1)
     flat = target.flatten()
@@ -78,8 +77,7 @@ def sharded_cross_entropy(
         return total
     counted = flat != ignore_index
     shares = counted if weight is None else torch.where(counted, weight.detach()[flat.masked_fill(~counted, 0)], 0)
-    count = shares.sum().to(total.dtype)
-    return total / (count if axis is None else axis.all_reduce(count))  # nan without a target on any rank, as torch's
+    return total / _summed(shares.sum().to(total.dtype), axis)  # nan without a target on any rank, as torch's
 
 
 def sharded_mean(values: torch.Tensor, counted: torch.Tensor, *, mesh: DeviceMesh) -> torch.Tensor:
@@ -93,9 +91,8 @@ def sharded_mean(values: torch.Tensor, counted: torch.Tensor, *, mesh: DeviceMes
         counted: `[...]`, boolean: the values that count.
         mesh: 1-D mesh of the shards.
     """
-    axis = None if not torch.compiler.is_compiling() and in_original() else TPGroup(mesh)
-    total, count = _summed(values.sum(), axis), counted.sum().to(values.dtype)
-    return total / (count if axis is None else axis.all_reduce(count))
+    axis = None if not torch.compiler.is_compiling() and in_original() else TPGroup(mesh, "sharded_mean")
+    return _summed(values.sum(), axis) / _summed(counted.sum().to(values.dtype), axis)
 
 
 def first_of_next_rank(target: torch.Tensor, axis: TPGroup | None, ignore_index: int) -> torch.Tensor:
@@ -107,11 +104,11 @@ def first_of_next_rank(target: torch.Tensor, axis: TPGroup | None, ignore_index:
     return firsts[axis.rank + 1] if axis.rank + 1 < axis.size else nothing
 
 
-def _summed(x: torch.Tensor, axis: TPGroup | None) -> torch.Tensor:
+def _summed(x: torch.Tensor, axis: TPGroup | None, *, inplace_ok: bool = False) -> torch.Tensor:
     """Return the sum over the ranks; its gradient reaches every rank's summand."""
     if axis is None or axis.size == 1:
         return x
-    return Redistribute(Redistribution(Partial(), Replicate()), axis, "loss")(x)
+    return Redistribute(Redistribution(Partial(), Replicate()), axis, axis.subject, inplace_ok=inplace_ok)(x)
 
 
 # ---------------------------------------------------------------------------------------------- a sharded vocabulary
@@ -162,7 +159,7 @@ def vocab_parallel_cross_entropy(
     if isinstance(logits, DTensor):
         mesh, num_classes = _vocabulary(logits, mesh, num_classes)
         logits = logits.to_local()
-    axis = _axis(mesh)
+    axis = _axis(mesh, "vocab_parallel_cross_entropy")
     if reduction not in ("mean", "sum", "none"):
         raise PlanError(Problem("invalid-argument", "reduction", found=repr(reduction), hint='"mean", "sum" or "none"'))
     target = target.long()
@@ -182,8 +179,7 @@ def vocab_parallel_cross_entropy(
     if spread:
         by_class = None if weight is None else weight[start:stop].to(shifted.dtype)
         terms.append((shifted if by_class is None else shifted * by_class).sum(-1))
-    total = Redistribute(Redistribution(Partial(), Replicate()), axis, "logits", inplace_ok=True)  # one sum for all
-    summed = total(torch.stack(terms)) if axis.size > 1 else torch.stack(terms)
+    summed = _summed(torch.stack(terms), axis, inplace_ok=True)  # one sum for all
     normalizer, chosen = summed[0].log(), summed[1]
     per_target = counted.to(normalizer.dtype) if weight is None else weight.to(normalizer.dtype)[safe] * counted
     loss = per_target * (normalizer - chosen)
@@ -317,7 +313,7 @@ def _highest(logits: torch.Tensor, axis: TPGroup, *, even: bool) -> torch.Tensor
     if check:  # without num_classes all shards must have the same size
         count = logits.new_tensor([logits.shape[-1], -logits.shape[-1]])  # maximum and minimum in one all-reduce
         flat = torch.cat([highest.reshape(-1), count])
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=axis.group)
+        axis.all_reduce_max_(flat)
         most, least = flat[-2].item(), -flat[-1].item()
         if most != least:
             raise PlanError(
@@ -343,7 +339,7 @@ def vocab_parallel_logsumexp(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch
     """
     if not torch.compiler.is_compiling() and in_original():
         return logits.logsumexp(-1)
-    axis = _axis(mesh)
+    axis = _axis(mesh, "vocab_parallel_logsumexp")
     shifted, highest = _shifted(plain(logits), axis)
     total = _summed(shifted.exp().sum(-1), axis)
     result: torch.Tensor = (total.log() + highest).to(logits.dtype)
@@ -377,7 +373,7 @@ def vocab_parallel_entropy(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch.T
     if not torch.compiler.is_compiling() and in_original():
         logs = logits.log_softmax(-1)
         return -(logs.exp() * logs).sum(-1)
-    axis = _axis(mesh)
+    axis = _axis(mesh, "vocab_parallel_entropy")
     shifted, _ = _shifted(plain(logits), axis)
     powers = shifted.exp()
     weighted = (powers * shifted.masked_fill(powers == 0, 0)).sum(-1)  # a class of -inf adds nothing
@@ -386,7 +382,7 @@ def vocab_parallel_entropy(logits: torch.Tensor, *, mesh: DeviceMesh) -> torch.T
     return result
 
 
-def _axis(mesh: DeviceMesh | None) -> TPGroup:
+def _axis(mesh: DeviceMesh | None, subject: str) -> TPGroup:
     """Return the ranks of a 1-D mesh.
 
     Raises:
@@ -396,7 +392,7 @@ def _axis(mesh: DeviceMesh | None) -> TPGroup:
         raise PlanError(Problem("missing-mesh", "mesh", found="None", hint='plain logits need mesh=mesh["tp"]'))
     if mesh.ndim != 1:
         raise PlanError(Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass mesh["tp"]'))
-    return TPGroup(mesh)
+    return TPGroup(mesh, subject)
 
 
 def _shifted(logits: torch.Tensor, axis: TPGroup, *, even: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tp_styles._shared.consensus import assert_consistent
+from tp_styles._shared.consensus import assert_consistent, capture_errors
 from tp_styles._shared.sectioned_tensor import is_sectioned
 from tp_styles.runtime.parameters import ShardParameter
 
@@ -26,12 +26,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         PlanError: A rank has no state dict, or other entries; on every rank.
     """
-    state: dict[str, Any] = {}
-    fault = None
-    try:
-        state = model.state_dict()
-    except Exception as error:
-        fault = error  # raised below, on all ranks
+    present, fault = capture_errors(model.state_dict)  # an error is raised below, on all ranks
+    state: dict[str, Any] = present or {}
     sharded = {name: value for name, value in state.items() if isinstance(value, DTensor) or is_sectioned(value)}
     divided = [f"{name}: {list(value.shape)} {value.dtype}" for name, value in sharded.items()]
     for mesh in _meshes(model):
@@ -46,10 +42,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _meshes(model: nn.Module) -> list[DeviceMesh]:
     """Return the meshes of the model's sharded parameters."""
-    meshes: dict[DeviceMesh, None] = {}  # ordered, so ranks use them in one order
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            meshes[parameter.device_mesh] = None
-        elif isinstance(parameter, ShardParameter):
-            meshes[parameter._sharding_info.mesh] = None
-    return list(meshes)
+    meshes = [
+        parameter.device_mesh if isinstance(parameter, DTensor) else parameter._sharding_info.mesh
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor | ShardParameter)
+    ]
+    return list(dict.fromkeys(meshes))  # ordered, so ranks use them in one order

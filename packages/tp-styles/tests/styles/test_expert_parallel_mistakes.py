@@ -117,10 +117,11 @@ def test_ten_planted_mistakes_are_refused_with_their_place(ranks: Ranks) -> None
         with pytest.raises(CheckError, match=place) as caught:
             model(moe.batches(1, 4)[0])
         assert caught.value.problems[0].code == "check-mismatch", kind
+        assert any("ExpertParallel" in each.hint or "dispatcher" in each.hint for each in caught.value.problems), kind
         refused += 1
     model = moe.language_model(COUNT, SharedInside)
     tp.apply_plan(model, mesh, {"layers.*.moe.experts": tp.ExpertParallel()})
-    with pytest.raises(CheckError, match=place):
+    with pytest.raises(CheckError, match=rf"{place}.*a shared expert.*ExpertParallel"):
         model(moe.batches(1, 4)[0])
     torch.manual_seed(0)
     block = WithStatistics(COUNT).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -162,6 +163,26 @@ def test_fully_sharded_on_another_axis_and_clipped(ranks: Ranks) -> None:
     assert len(placed.placements) == 2
     assert placed.to_local().shape[0] < 6 / 2 + 1
     assert compare(model, alone, mesh, rows=lambda x: x.chunk(4)[rank], ranks=4) > 3000
+
+
+@pytest.mark.ranks(4)
+def test_numbered_experts_that_fsdp2_shards_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    """Before the first call and after it, by themselves and within a layer: FSDP2 loses which rank has which expert."""
+    mesh, count = ranks.mesh((2, 2), ("efsdp", "ep")), 0
+    tokens, experts, weights = torch.ones(4, moe.WIDTH), torch.arange(4)[:, None], torch.ones(4, 1)
+    for is_called, is_outside in itertools.product((False, True), repeat=2):
+        mixture: Any = models.seeded(lambda: moe.Mixture(5, moe.Numbered))
+        tp.apply_plan(mixture.experts, mesh["ep"], tp.ExpertParallel("sharded"))
+        if is_called:
+            mixture.experts(tokens, experts, weights)
+        fully_shard(mixture if is_outside else mixture.experts, mesh=mesh["efsdp"])
+        call = partial(mixture, tokens) if is_outside else partial(mixture.experts, tokens, experts, weights)
+        with pytest.raises(tp.PlanError) as error:
+            call()
+        assert "[local-shard-as-full] expert_0." in str(error.value)
+        assert "ignored_params" in str(error.value)
+        count += len(set(ranks.gather(str(error.value)))) == 1
+    assert count == 4
 
 
 @pytest.mark.ranks(2)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import hf_models
 import moe_models as moe
 import pytest
 import torch
@@ -13,6 +15,10 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from tp_styles.cli import main
+
+FAMILIES = "gpt_oss", "deepseek_v2", "qwen3_moe"
+ODD = "switch_transformers", "nllb_moe", "dbrx", "llama4", "jetmoe", "muse_spark"
+before_ranks = partial(models.preload, "shard_spec.planners", *hf_models.code_of(*FAMILIES, *ODD))
 
 
 def experts_of(plan: Mapping[str, Any]) -> list[str]:
@@ -25,7 +31,6 @@ def experts_of(plan: Mapping[str, Any]) -> list[str]:
 def test_families_of_transformers_by_their_own_plans(ranks: Ranks) -> None:
     """Biases, shared experts, a norm behind the experts; beside attention by heads on the same axis, two steps each."""
     import expert_models
-    import hf_models
 
     mesh, sizes = ranks.mesh((2,), ("tp",)), []
     for family in ("gpt_oss", "deepseek_v2"):
@@ -81,8 +86,8 @@ def test_numbered_and_odd_classes_of_transformers(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("ep",))
     outcomes = {
         (folder, tokens): expert_models.check_expert_class(folder, name, mesh, tokens)
-        for folder, name in expert_models.expert_classes()
-        if folder in ("switch_transformers", "nllb_moe", "dbrx", "llama4", "jetmoe", "muse_spark")
+        for each in ODD
+        for folder, name in expert_models.expert_classes(each)
         for tokens in ("replicated", "sharded")
     }
     refused = {("llama4", "sharded"), ("jetmoe", "sharded")}  # tokens come by expert

@@ -397,7 +397,11 @@ class Checker:
         elif inputs.differ or (inner_dims and not scope.is_root and not inputs.has_shards):
             unchecked = "its inputs are shards, and no style on the module declares how: PrepareModuleInput does"
         else:
-            unchecked = self._attempt(inputs.detach).failure
+            detached = self._attempt(partial(_detach, inputs, scope.module))
+            if detached.is_refusal:
+                self._raise_lone_error(scope, detached, "the call")
+                refuse_ordinary(scope.module)
+            unchecked = detached.failure
         if not unchecked:
             return Call(inputs, mode, size)
         self.results[str(scope), mode] = Verdict(failure=unchecked)
@@ -566,10 +570,8 @@ class Checker:
     def _first_difference(self, scope: Scope, call: Call, both: Both, comparison: Comparison) -> str:
         """Run both once more, and return the first module with another output."""
         self._prepare(scope, call, both)  # once more: the runs have written to their own
-        attempts = [
-            partial(self._run, scope, call.mode, both, keeps=True, original=original) for original in (False, True)
-        ]
-        runs = [self._attempt(attempt).value for attempt in attempts]
+        run = partial(self._run, scope, call.mode, both, keeps=True)
+        runs = [self._attempt(partial(run, original=original)).value for original in (False, True)]
         return "" if None in runs else comparison.first_difference(*runs)
 
     def _error(self, scope: Scope, call: Call, verdict: Verdict) -> CheckError:
@@ -578,9 +580,30 @@ class Checker:
         cache = any(leaf.place.is_state for leaf in call.inputs.leaves)
         hints = getattr(vars(scope.module).get("forward"), "hints", None)  # a style may have its own
         return CheckError(
-            problem(str(scope), item, verdict.place, unstyled=self.unstyled, has_cache=cache, hints=hints)
+            problem(
+                str(scope),
+                item,
+                verdict.place,
+                unstyled=self.unstyled,
+                has_cache=cache,
+                adapter=self._half_styled(scope.module, item.name),
+                hints=hints,
+            )
             for item in worst
         )
+
+    def _half_styled(self, module: nn.Module, place: str) -> str:
+        """Return a low-rank adapter (peft's, with a `base_layer`) whose base layer or A or B alone has a style.
+
+        An adapter around the failing place counts without a style, too; `""` for none.
+        """
+        for adapter in module.modules():
+            name: str = self.present.get(adapter, "")
+            forwards = [vars(layer).get("forward") for layer in adapter.modules() if isinstance(layer, nn.Linear)]
+            styled = [isinstance(forward, Forward) for forward in forwards]
+            if "base_layer" in adapter._modules and not all(styled) and (any(styled) or is_below(place, name)):
+                return name
+        return ""
 
     def _finish(self, scope: Scope, call: Call) -> None:
         """Report a call's verdict; from here on its mode is checked.
@@ -627,11 +650,11 @@ class Checker:
     def _raise_lone_error(self, scope: Scope, attempt: Attempt, run: str = "the original") -> None:
         """Raise a run's error on all ranks if it raised on some of them only: in the call the others would wait."""
         if attempt.is_lone:
-            hint = "this error is one rank's own; it is raised on all ranks, so that none waits"
-            if attempt.is_apart:
-                hint = (
-                    "every rank makes the same collectives in the same order: code that asks for the rank is at fault"
-                )
+            hint = (
+                "every rank makes the same collectives in the same order: code that asks for the rank is at fault"
+                if attempt.is_apart
+                else "this error is one rank's own; it is raised on all ranks, so that none waits"
+            )
             raise CheckError(
                 Problem("check-raises", str(scope), found=f"{run} on rank {rank}: {text}", hint=hint)
                 for rank, (text, _) in enumerate(attempt.errors)
@@ -644,9 +667,8 @@ class Checker:
         Raises:
             StyleInputError: They differ, and the model draws; on every rank.
         """
-        generator = default_generator(torch.device(self.axis.mesh.device_type))
-        digest = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()
-        if len(set(self.axis.all_gather_objects(digest, "the check"))) > 1:
+        state = default_generator(torch.device(self.axis.mesh.device_type)).get_state().numpy().tobytes()
+        if len(set(self.axis.all_gather_objects(hashlib.sha256(state).hexdigest(), "the check"))) > 1:
             raise StyleInputError(
                 Problem(
                     "ranks-disagree",
@@ -669,8 +691,8 @@ class Checker:
     ) -> Run:
         """Run a forward on copies, sharded or as the original."""
         assert both.weights is not None
-        others = self._checkers_below(scope.module)
-        originals = [item for checker in (*others, self) for item in (*checker.originals, *checker.successors())]
+        checkers = (*self._checkers_below(scope.module), self)
+        originals = [item for checker in checkers for item in (*checker.originals, *checker.successors())]
         reverted = {item.module for item in originals}
         # Modules made parallel over another mesh, or without the check, stay as they are.
         opaque = {
@@ -758,8 +780,7 @@ class Checker:
 
     def joined(self, rows: list[Row]) -> list[Row]:
         """Return the largest differences of all ranks, and what any has left unchecked; one list for every rank."""
-        apart = [row for row in rows if row.verdict != "equal"]
-        return joined(self.axis.all_gather_objects(apart, "the check"))
+        return joined(self.axis.all_gather_objects([row for row in rows if row.verdict != "equal"], "the check"))
 
 
 # In the order of their plans.
@@ -822,6 +843,19 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
                 checker.check_again()
 
 
+def _detach(inputs: Inputs, module: nn.Module) -> None:
+    """Copy a call's inputs; numbered experts that FSDP2 shards, say, would be taken for replicas and are refused."""
+    refuse_ordinary(module)
+    inputs.detach()
+
+
+def refuse_ordinary(module: nn.Module) -> None:
+    """Refuse ordinary parameters in place of shards in a module and below; see `ShardCheck.refuse_ordinary`."""
+    for child in module.modules():
+        if isinstance(forward := vars(child).get("forward"), Forward):
+            forward.parts.refuse_ordinary()
+
+
 @constant_in_graphs
 def _note_compiled(scope: Scope, training: bool) -> None:
     """Report a mode compiled before its check. The compiler runs this once for each traced graph."""
@@ -855,9 +889,7 @@ def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any], declared: De
                 size = math.prod([length for dim, length in enumerate(x.shape) if dim not in sharded])
             if size > largest:
                 largest = size
-    for name, x in kwargs.items():
-        if x is True:
-            options.append(name)
+    options += [name for name, x in kwargs.items() if x is True]
     return largest, tuple(options)
 
 

@@ -100,8 +100,7 @@ class Comparison:
         return first_different([*reference.trace.outputs], self.axis.all_gather_objects(equal, "the check"))
 
     def _max(self, value: float) -> float:
-        values = self.axis.all_gather_objects(value, "the check")
-        return float(max(values))
+        return float(max(self.axis.all_gather_objects(value, "the check")))
 
     def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]] | None = None) -> torch.Tensor:
         """Return the global tensor; a collective, with the shapes of all ranks if they are known."""
@@ -380,9 +379,20 @@ def problem(
     *,
     unstyled: frozenset[str],
     has_cache: bool,
+    adapter: str,
     hints: dict[str, str] | None,
 ) -> Problem:
-    """Return the problem of a difference in a scope, with its remedy."""
+    """Return the problem of a difference in a scope, with its remedy.
+
+    Args:
+        scope: Name of the scope.
+        difference: The difference.
+        place: First module with another output; `""` if not known.
+        unstyled: Parameters without a style.
+        has_cache: The call's inputs have a key-value cache.
+        adapter: A low-rank adapter some of whose layers lack a style; `""` for none.
+        hints: Remedies of the scope's own style by kind of difference, in place of `HINTS`; None for a style without.
+    """
     name = (
         f"{scope} {difference.name}" if "output" in difference.name or "input" in difference.name else difference.name
     )
@@ -393,7 +403,12 @@ def problem(
         reason = f"a shard leaves the model as a plain tensor: {difference.reason}"
     if difference.kind == "raises":
         name, reason = difference.name or name, f"{difference.reason}; the original, on full weights, runs"
-    hint = (hints or HINTS)["cache" if difference.kind == "raises" and has_cache else difference.kind]
+    hint = (HINTS | (hints or {}))["cache" if difference.kind == "raises" and has_cache else difference.kind]
+    if adapter and difference.kind in ("raises", "output"):
+        hint = (
+            f"layers of the adapter {adapter} have no style: LoRAParallel('column') or LoRAParallel('row') on it shards"
+            " the base layer, A and B together"
+        )
     if "mixed torch.Tensor and DTensor" in difference.reason:
         hint = (
             "one of both is a DTensor: PrepareModuleInput(use_local_output=True) for plain parameters; a style of"

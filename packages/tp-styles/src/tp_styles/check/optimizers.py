@@ -83,9 +83,11 @@ def _problems(optimizer: Optimizer) -> Iterator[Problem]:
         if len(kinds) == 2 and (group.get("fused") or group.get("foreach")):
             kernels = "fused=True" if group.get("fused") else "foreach=True"
             reason = f"{kernels} on DTensors and plain tensors (one of shape {tuple(kinds[False].shape)})"
-            hint = 'apply_plan(..., rest="replicated") makes DTensors of parameters without a style'
-            if isinstance(kinds[False], ShardParameter):
-                hint = "sections of a fused weight are no DTensors: leave it out, or give them a group of their own"
+            hint = (
+                "sections of a fused weight are no DTensors: leave it out, or give them a group of their own"
+                if isinstance(kinds[False], ShardParameter)
+                else 'apply_plan(..., rest="replicated") makes DTensors of parameters without a style'
+            )
             name = f"optimizer: {type(optimizer).__name__}"
             yield Problem("mixed-parameters", name, found=reason, hint=hint)
 

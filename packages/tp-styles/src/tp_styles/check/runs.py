@@ -144,7 +144,7 @@ def _drawings(module: nn.Module, axis: TPGroup) -> dict[int, Drawing]:
     if not candidates:
         return {}
     table = torch.stack([_extremes(p) for _, p in candidates]).to(axis.mesh.device_type)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX, group=axis.group)
+    axis.communicate(dist.all_reduce, table, dist.ReduceOp.MAX)
     drawings = {}
     for (index, parameter), (largest, minus_smallest, has_zeros) in zip(candidates, table.tolist(), strict=True):
         size = max(abs(largest), abs(minus_smallest))

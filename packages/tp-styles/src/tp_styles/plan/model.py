@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -235,9 +236,7 @@ def collectives(plan: TPPlan) -> Iterator[Collective]:
         for name, parameter in module.spec.parameters:
             if parameter.sum_gradient:
                 info = module.info.parameter(name)  # None: reported in plan.problems
-                count = 1
-                for size in info.shape if info is not None else ():
-                    count *= size
+                count = math.prod(info.shape if info is not None else ())
                 yield Collective(module.name, name, "backward", Step("all_reduce"), elements=count)
 
 

@@ -165,6 +165,7 @@ def plan_module(
         planned[name] = PlannedModule(describe(modules[name], name), 'rest="replicated"', AddedByPlanner(), spec)
     ordered = [planned[name] for name in modules if name in planned]  # the model's order on all ranks
     ordered = _without_shared(ordered, modules, problems)
+    problems += _adapted(ordered, modules)
     for entry in ordered:
         problems += _state_problems(entry, modules[entry.name], tp_size)  # first: a weight norm hides the weight
         problems += entry.spec.problems
@@ -348,6 +349,25 @@ def _state_problems(planned: PlannedModule, module: nn.Module, tp_size: int) -> 
                 dim=item.split.dim,
                 found=f"shards of {item.split.sizes(tp_size)} {parameter.dtype}: no multiples of 16 bytes",
                 hint='grouped products of torch take no others: set_experts_implementation("eager") of the model does',
+            )
+
+
+def _adapted(ordered: list[PlannedModule], modules: dict[str, nn.Module]) -> Iterator[Problem]:
+    """Yield each module around parameters of peft's `target_parameters` that has a style, or has a styled module below.
+
+    In its forward peft adds a full update to such a parameter by a parametrization, which sees neither shards nor the
+    local tensors of a style.
+    """
+    wrappers = [name for name, module in modules.items() if type(module).__name__ == "ParamWrapper"]
+    for planned in ordered:
+        above = [name for name in wrappers if is_below(planned.name, name)]
+        if above and (planned.spec.parameters or any(planned.spec.flows())):
+            yield Problem(
+                "module-not-shardable",
+                above[0],
+                found="parameters with low-rank updates of their own (target_parameters of peft)",
+                hint="merge them before the plan (merge_and_unload), leave this module and those below out of the plan,"
+                " or adapt linear layers (target_modules)",
             )
 
 

@@ -192,10 +192,8 @@ class AttentionForward(RowLinear):
 
     def _weights(self, weights: torch.Tensor, average: bool, batched: bool) -> torch.Tensor:
         """Return the weights of all heads, or their mean, on every rank."""
-        if average:
-            averaged = self.average(weights.sum(dim=1) / self.all_heads)  # a partial mean, then summed
-        else:
-            averaged = self.gather(weights)
+        # The mean of this rank's heads is a partial one, then summed.
+        averaged = self.average(weights.sum(dim=1) / self.all_heads) if average else self.gather(weights)
         return averaged if batched else averaged.squeeze(0)
 
 

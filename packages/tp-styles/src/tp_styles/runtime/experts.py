@@ -326,10 +326,26 @@ class ExpertSpec(StyleSpec):
                 yield f"{where}, for each selected", when, Step("all_to_all", 0), self.width or 1
 
 
+# Remedies of differences that the check finds in a module of experts, by kind.
+HINTS = {
+    "output": "the module runs on the rows that arrive for this rank's experts, each with one of a token's experts:"
+    " what depends on the number of rows, or on a token's other experts, goes outside of it (a capacity, a mean over"
+    " tokens, weights divided by their sum, a shared expert); parameters=, inputs= and num_experts= name what"
+    " ExpertParallel takes for experts",
+    "gradient": "a gradient is lost or counted twice on its way: dispatch and combine of a dispatcher are"
+    " differentiable, and parameters= names all parameters that have a block of rows for each expert",
+    "raises": "the module is given rows [R, width] with one index and one weight each, [R, 1], of this rank's experts"
+    " alone: num_experts= and parameters= name the parameters with a block of rows for each expert, others have none;"
+    " inputs= and form= are for arguments in another order or form; it returns one tensor",
+}
+HINTS["input-gradient"] = HINTS["gradient"]
+
+
 class ExpertForward(ModuleForward):
     """Sends this rank's tokens to their experts, runs the module on the rows that arrive, and sends those back."""
 
     spec: ExpertSpec
+    hints = HINTS  # of the check
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)

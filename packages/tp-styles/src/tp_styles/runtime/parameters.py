@@ -136,6 +136,16 @@ class ShardCheck:
             if kind is not ShardParameter and kind is not torch.Tensor and self._is_ordinary(name, local):
                 raise PlanError(lost_shard(f"{self.name}.{name}".lstrip("."), local))
 
+    def refuse_ordinary(self) -> None:
+        """Refuse ordinary parameters in place of shards before a forward; without it a check would broadcast them.
+
+        Raises:
+            PlanError: There is one.
+        """
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in self.sizes and self._is_ordinary(name, parameter):
+                raise PlanError(lost_shard(f"{self.name}.{name}".lstrip("."), parameter))
+
     def _is_ordinary(self, name: str, local: torch.Tensor) -> bool:
         """True for a parameter of any class without sharding metadata."""
         if not isinstance(local, nn.Parameter) or hasattr(local, ATTRIBUTE):
@@ -154,7 +164,9 @@ def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
         found=f"{type(parameter).__name__} in place of a shard",
         hint="norms and state dicts would take it for the full weight: write new values with copy_() or"
         " load_state_dict()"
-        "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads",
+        "; FSDP2 needs DTensors, which all shards are but those of fused sections, copied key-value heads and numbered"
+        " experts: stack the experts' weights, or pass these parameters to fully_shard(ignored_params=...) and reduce"
+        " their gradients over its mesh before the optimizer step",
     )
 
 
@@ -209,7 +221,7 @@ def agreed_values(value: torch.Tensor, axis: TPGroup, src_data_rank: int | None)
     if src_data_rank is None or value.is_meta or axis.size == 1:
         return value
     agreed = value.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(as_bytes(agreed), group=axis.group, group_src=src_data_rank)
+    axis.communicate(dist.broadcast, as_bytes(agreed), group_src=src_data_rank)
     return agreed
 
 

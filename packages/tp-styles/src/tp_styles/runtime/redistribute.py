@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -32,11 +32,12 @@ class TPGroup:
 
     Args:
         mesh: 1-D device mesh.
+        subject: What communicates, for the error of a rank that waits for a rank that has raised.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, subject: str = "a parallel style") -> None:
         assert mesh.ndim == 1, mesh
-        self.mesh = mesh
+        self.mesh, self.subject = mesh, subject
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
 
@@ -52,12 +53,27 @@ class TPGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> TPGroup:
         return self  # copies of a model share it
 
+    def communicate(self, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Make one collective of the axis outside of graphs.
+
+        Raises:
+            RuntimeError: It failed, as where another rank has raised before it and the group's timeout is over.
+        """
+        try:
+            collective(*args, **options, group=self.group)
+        except RuntimeError as error:
+            axis = ", ".join(self.mesh.mesh_dim_names or ("without a name",))
+            raise RuntimeError(
+                f"{self.subject} over the mesh axis {axis}: {collective.__name__} failed on rank {dist.get_rank()}:"
+                " another rank died, or made no such call, and its own error says why"
+            ) from error
+
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
         if is_compiling():  # in a graph: functional collectives
             return self.all_reduce(x)
         if x.is_contiguous():
-            dist.all_reduce(x, group=self.group)
+            self.communicate(dist.all_reduce, x)
             return x
         return x.copy_(self.all_reduce(x))  # collectives need contiguous memory
 
@@ -67,7 +83,7 @@ class TPGroup:
             reduced: torch.Tensor = functional_collectives.all_reduce(x, "sum", (self.mesh, 0))
             return reduced
         out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=self.group)
+        self.communicate(dist.all_reduce, out)
         return out
 
     def all_reduce_max_(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +91,7 @@ class TPGroup:
         if is_compiling():
             greatest: torch.Tensor = functional_collectives.all_reduce(x, "max", (self.mesh, 0))
             return greatest
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        self.communicate(dist.all_reduce, x, dist.ReduceOp.MAX)
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -95,7 +111,7 @@ class TPGroup:
             flat = functional_collectives.all_gather_tensor(x.reshape(1, -1), 0, (self.mesh, 0))
             return [part.view(x.shape) for part in flat.unbind(0)]
         out = x.new_empty((self.size, *x.shape))
-        all_gather_into(as_bytes(out), as_bytes(x), self.group)  # backends do not know every type
+        self.communicate(all_gather_into, as_bytes(out), as_bytes(x))  # backends do not know every type
         return list(out.unbind(0))
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -108,7 +124,7 @@ class TPGroup:
         else:
             out = stacked.new_empty(stacked.shape[1:])
             flat_in, flat_out = stacked.view(-1), out.view(-1)
-            reduce_scatter_into(flat_out, flat_in, self.group)
+            self.communicate(reduce_scatter_into, flat_out, flat_in)
         own = sizes[self.rank]
         part: torch.Tensor = out if own == largest else out.narrow(dim, 0, own).contiguous()  # without padding
         return part
@@ -122,7 +138,7 @@ class TPGroup:
             out: torch.Tensor = functional_collectives.all_to_all_single(x, received, sent, (self.mesh, 0))
             return out
         out = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x, received, sent, group=self.group)
+        self.communicate(dist.all_to_all_single, out, x, received, sent)
         return out
 
     def all_to_all(

@@ -232,8 +232,8 @@ def _raise(spec: StyleSpec) -> None:
     """Raise a style's problems. transformers passes no module's name, so they name its class."""
     way = (
         "; or tp_styles.apply_plan(model, mesh, from_hf_tp_plan(model)) after an ordinary from_pretrained, which names"
+        " the module and takes adapters and further styles"
     )
-    way += " the module and takes adapters and further styles"
     if spec.problems:
         raise PlanError([replace(problem, hint=problem.hint + way) for problem in spec.problems])
 

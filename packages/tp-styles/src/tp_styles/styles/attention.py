@@ -199,11 +199,7 @@ def _weight(info: ModuleInfo, name: str) -> ParameterInfo | None:
 
 
 def _first(info: ModuleInfo, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        value = info.size(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
+    return next((value for name in names if isinstance(value := info.size(name), int) and value > 0), None)
 
 
 INPUTS = ("query", "key", "value")
@@ -312,10 +308,12 @@ class TransformerLayerParallel(ParallelStyle):
                     wrong_kind(info, "the style is for nn.TransformerEncoderLayer and nn.TransformerDecoderLayer"),
                 )
             )
-        attention = ["self_attn"]
+        children: dict[str, object] = {
+            "self_attn": MultiheadAttentionParallel(),
+            "linear1": ColwiseParallel(),
+            "linear2": RowwiseParallel(),
+            "dropout": NoParallel(sum_gradient=True),  # on a shard: other draws on each rank
+        }
         if issubclass(info.kind, nn.TransformerDecoderLayer):
-            attention.append("multihead_attn")
-        children: list[tuple[str, object]] = [(name, MultiheadAttentionParallel()) for name in attention]
-        children += [("linear1", ColwiseParallel()), ("linear2", RowwiseParallel())]
-        children.append(("dropout", NoParallel(sum_gradient=True)))  # on a shard: other draws on each rank
-        return StyleSpec(compute="none", children=tuple(children))
+            children["multihead_attn"] = MultiheadAttentionParallel()
+        return StyleSpec(compute="none", children=tuple(children.items()))

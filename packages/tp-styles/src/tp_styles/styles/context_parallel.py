@@ -110,11 +110,11 @@ class ContextParallel(ParallelStyle):
             for name, values in options.items()
             if getattr(self, name) not in values
         ]
-        for name in ("input_layouts", "output_layouts"):
-            if getattr(self, name) not in (Replicate(), Shard(1)):
-                problems.append(
-                    Problem("invalid-argument", name, found=repr(getattr(self, name)), hint="Replicate() or Shard(1)")
-                )
+        problems += [
+            Problem("invalid-argument", name, found=repr(getattr(self, name)), hint="Replicate() or Shard(1)")
+            for name in ("input_layouts", "output_layouts")
+            if getattr(self, name) not in (Replicate(), Shard(1))
+        ]
         if order == "zigzag" and (kind != "gather" or input_layouts != Replicate()):
             problems.append(
                 Problem(
@@ -181,8 +181,8 @@ class ContextParallel(ParallelStyle):
             name, kind = mixer
             hint = (
                 "it mixes tokens along the sequence, and the tokens before this rank's are elsewhere: shard the batch"
+                " (FSDP2, DDP) or the heads (tensor parallelism)"
             )
-            hint += " (FSDP2, DDP) or the heads (tensor parallelism)"
             yield Problem("module-kind", info.where(name), found=kind.__name__, hint=hint)
         elif is_of_transformers(info.kind):
             if not getattr(info.kind, "_supports_attention_backend", False):
@@ -402,17 +402,17 @@ class ContextForward(Forward):
                     del bound[name], passed[name]  # transformers' eager and sdpa attention read the positions alone
             for name in ("logits_to_keep", *CUMULATIVE):
                 if name in passed and not (name == "logits_to_keep" and passed[name] == 0):
-                    hint = "position_ids that start again at 0 separate packed documents"
-                    if name == "logits_to_keep":
-                        hint = (
-                            "select from the logits afterwards; generate() is right before the plan, and after undo()"
-                        )
+                    hint = (
+                        "select from the logits afterwards; generate() is right before the plan, and after undo()"
+                        if name == "logits_to_keep"
+                        else "position_ids that start again at 0 separate packed documents"
+                    )
                     self._refuse("unsupported-option", name, "counts tokens of the full sequence", hint)
             if self.module.training and any(_is_reentrant(module) for module in self.module.modules()):
                 hint = (
                     'gradient_checkpointing_enable({"use_reentrant": False}): the gradients of a re-entrant one are no'
+                    " part of the model's graph"
                 )
-                hint += " part of the model's graph"
                 self._refuse("unsupported-option", "gradient_checkpointing", "use_reentrant=True", hint)
             slides = getattr(config.get_text_config(), "sliding_window", None) is not None
             if (self.moves_tokens.order.is_zigzag or slides) and self._uses_cache(bound):

@@ -67,32 +67,24 @@ def linear_problems(
         )
 
 
-def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
-    """List reasons not to shard this embedding."""
-    problems = []
+def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> Iterator[Problem]:
+    """Yield reasons not to shard this embedding."""
     if info.size("max_norm") is not None:
-        problems.append(
-            Problem(
-                "unsupported-option",
-                info.where(),
-                found=f"max_norm={info.size('max_norm')}",
-                hint="renormalising in place needs full rows that are equal on every rank; set max_norm=None",
-            )
+        yield Problem(
+            "unsupported-option",
+            info.where(),
+            found=f"max_norm={info.size('max_norm')}",
+            hint="renormalising in place needs full rows that are equal on every rank; set max_norm=None",
         )
     if info.size("sparse"):
-        problems.append(
-            Problem("sparse-gradient", info.where(), found="sparse=True", hint="use dense gradients: sparse=False")
-        )
+        yield Problem("sparse-gradient", info.where(), found="sparse=True", hint="use dense gradients: sparse=False")
     if by_rows and info.size("scale_grad_by_freq"):
-        problems.append(
-            Problem(
-                "unsupported-option",
-                info.where(),
-                found="scale_grad_by_freq=True",
-                hint="a rank that holds some of the rows cannot count the others; use ColwiseParallel",
-            )
+        yield Problem(
+            "unsupported-option",
+            info.where(),
+            found="scale_grad_by_freq=True",
+            hint="a rank that holds some of the rows cannot count the others; use ColwiseParallel",
         )
-    return problems
 
 
 def wrong_kind(info: ModuleInfo, hint: str) -> Problem:
@@ -303,7 +295,7 @@ class RowwiseParallel(ParallelStyle):
 
     def _embedding(self, info: ModuleInfo) -> StyleSpec:
         rows, features = int(info.size("num_embeddings") or 0), int(info.size("embedding_dim") or 0)
-        problems = embedding_problems(info, by_rows=True)
+        problems = [*embedding_problems(info, by_rows=True)]
         parameters = (("weight", ParameterSpec(Split.along(0, rows))),)
         source = self.input_layouts[0] if self._input_given else Replicate()
         if source in (Shard(-1), Partial()) or isinstance(source, Partial):  # ids have no feature dim

@@ -200,9 +200,7 @@ def _several(layouts: Layouts | None, argument: str) -> tuple[Placement | None, 
 def _check_lengths(
     what: str, layouts: tuple[Placement | None, ...] | None, desired: tuple[Placement | None, ...] | None
 ) -> None:
-    if layouts is None and desired is None:
-        return
-    if layouts is None or desired is None or len(layouts) != len(desired):
+    if layouts is not desired and (layouts is None or desired is None or len(layouts) != len(desired)):
         raise _unpaired(f"{what}_layouts", layouts, desired, "give one desired layout for each")
 
 
