@@ -341,6 +341,10 @@ def hook_views_quietly(unit: Any) -> None:
         state._register_pre_backward_hook = register
 
 
+#: FSDP2 shards frozen parameters of integers from torch 2.13 on. Earlier it makes each shard trainable, which raises.
+SHARDS_INTEGERS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+
+
 def is_outermost(unit: Any) -> bool:
     """Return True if no other module of FSDP2 around a module runs its forward now."""
     return unit._get_fsdp_state()._state_ctx.iter_forward_root is None

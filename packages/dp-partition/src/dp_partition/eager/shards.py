@@ -34,6 +34,7 @@ from dp_partition._shared.elementwise import is_elementwise
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
+    SHARDS_INTEGERS,
     TorchDispatchMode,
     become,
     has_gradient_hooks,
@@ -629,6 +630,8 @@ class Watch(TorchFunctionMode):
         self.reasons |= {name: "is in TorchScript" for name, p in parameters.items() if id(p) in scripted}
         self.reasons |= {name: "has no dimension" for name, p in parameters.items() if p.ndim == 0}
         self.reasons |= {name: "has no element" for name, p in parameters.items() if p.numel() == 0}
+        integers = {n: p for n, p in parameters.items() if not (p.is_floating_point() or p.is_complex())}
+        self.reasons |= {} if SHARDS_INTEGERS else dict.fromkeys(integers, "is of integers")
         self.reasons |= {name: "is not contiguous" for name, p in parameters.items() if not p.is_contiguous()}
         self.reasons |= {name: "has a gradient hook" for name, p in parameters.items() if has_gradient_hooks(p)}
         self.users: dict[str, set[nn.Module]] = {}  # name -> modules running at every use of the parameter
