@@ -19,6 +19,7 @@ import dp_partition as dp
 import pytest
 import torch
 import torch.distributed as dist
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition.analysis import KINDS, live_memory
 from ranktest import Ranks
 from torch import nn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dp_cells
 import pytest
 from dp_cells import Cell
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from ranktest import Ranks
 
 

@@ -10,6 +10,7 @@ import dp_plain_step
 import dp_step_table
 import pytest
 import torch
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_step_table import ALSO_REFUSED, STEP_ROWS
 from ranktest import Ranks
 from torch import nn

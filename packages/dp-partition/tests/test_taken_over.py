@@ -15,6 +15,7 @@ import dp_partition as dp
 import pytest
 import torch
 import torch.distributed as dist
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition.api import runner_of
 from ranktest import Ranks
 from torch import nn

@@ -217,9 +217,14 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def backward_pass() -> int:
+    """Return a number of the present backward pass, other than that of any other pass; -1 outside of them."""
+    return torch._C._current_graph_task_id()
+
+
 def is_in_backward() -> bool:
     """Return True within a backward pass, for example while a checkpoint runs its forward again."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_pass() != -1
 
 
 foreach_copy_ = torch._foreach_copy_  # not of empty lists
@@ -336,6 +341,27 @@ def hook_views_quietly(unit: Any) -> None:
         state._register_pre_backward_hook = register
 
 
+#: FSDP2 shards frozen parameters of integers from torch 2.13 on. Earlier it makes each shard trainable, which raises.
+SHARDS_INTEGERS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+
+
+def is_outermost(unit: Any) -> bool:
+    """Return True if no other module of FSDP2 around a module runs its forward now."""
+    return unit._get_fsdp_state()._state_ctx.iter_forward_root is None
+
+
+def hook_outputs(unit: Any, before: Callable[[], None]) -> None:
+    """Call ``before`` in a backward pass where a gradient comes to an output of FSDP2's module, ahead of its gather."""
+    state = unit._get_fsdp_state()
+    original = state._pre_backward
+
+    def reached(gradient: torch.Tensor) -> torch.Tensor:
+        before()
+        return original(gradient)  # type: ignore[no-any-return]
+
+    state._pre_backward = reached  # FSDP2 registers the attribute as a hook of each output
+
+
 def reset_fsdp(units: Iterable[Any]) -> None:
     """Make FSDP2's modules ready for the next forward, after an error in a step."""
     for unit in units:
@@ -375,28 +401,27 @@ def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter
     return new
 
 
-def refuse_number_reads(refuse: Callable[[Any], None]) -> None:
-    """Call a function, which may raise, before each read of a DTensor's number: ``item()``, ``bool()``, formats.
+def refuse_before(operator: Any, refuse: Callable[[Any, Any], None]) -> None:
+    """Call a function, which may raise, with an operator and its arguments before it runs on DTensors.
 
-    Torch has a table of handlers by operator; reads of DTensors that pass are torch's own.
+    Torch has a table of handlers by operator; what passes is torch's own.
     """
     from torch.distributed.tensor import DTensor
 
     table: Any = DTensor._op_dispatcher._custom_op_handlers
-    read = torch.ops.aten._local_scalar_dense.default
-    torchs = table.get(read)
+    torchs = table.get(operator)
 
     def checked(op: Any, args: Any, kwargs: Any) -> Any:
-        refuse(args[0])
+        refuse(op, args)
         if torchs is not None:
             return torchs(op, args, kwargs)
-        table.pop(read, None)  # torch looks the handler up in each dispatch: without one the read is its own
+        table.pop(operator, None)  # torch looks the handler up in each dispatch: without one the call is its own
         try:
             return op(*args, **kwargs)
         finally:
-            table[read] = checked
+            table[operator] = checked
 
-    table[read] = checked
+    table[operator] = checked
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

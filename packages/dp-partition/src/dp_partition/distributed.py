@@ -30,6 +30,7 @@ class DistributedRunner(StepRunner):
 
     def due_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_checked: bool) -> Any:
         """Run one call; compare the first ones, until one cannot be compared."""
+        self.eager.take_over(args, kwargs, self.number)
         # In shards call 2 is the first: one that keeps a gathered value is right in it, and wrong in call 3.
         if self.schedule.num_checked < 2 + self.eager.is_sharded and not self.schedule.unchecked:
             return CheckedEagerCall(self, args, kwargs).run()

@@ -9,6 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition._torch_compat import collectives
 from dp_partition.api import runner_of
 from dp_partition.backends import gather_into_buffers, gathered, reduce_scatter_as_all_to_all

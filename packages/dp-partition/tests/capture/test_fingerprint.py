@@ -22,6 +22,7 @@ import dp_partition as dp
 import numpy as np
 import pytest
 import torch
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition.capture.fingerprint import FunctionReads, leaf_key
 from dp_partition.capture.inputs import read_arguments
 from python_effects import REFUSED, caching, collecting, counting, finish, mse, plain, python_draw, scheduled, seeded
@@ -210,6 +211,35 @@ def test_values_of_libraries_that_no_step_reads_do_not_count() -> None:
     first = reads.read()
     with patch.dict(sys.modules, {"imported_since": types.ModuleType("imported_since")}):
         assert reads.read() == first and len(first) < 50
+
+
+class Settings:
+    """Values by name, as in EasyDict: a name that is not there is a KeyError."""
+
+    def __init__(self, **values: float) -> None:
+        self.__dict__["values"] = values
+
+    def __getattr__(self, name: str) -> float:
+        return float(self.__dict__["values"][name])
+
+    def __reduce__(self) -> Any:
+        return partial(Settings, **self.__dict__["values"]), ()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("door", [dp.distribute, dp.compile])
+def test_settings_that_raise_key_errors(ranks: Ranks, door: Any) -> None:
+    settings = Settings(weight=2.0)
+
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return finish(mse(model(x), y) * settings.weight, optim)
+
+    called = door(step, mesh=ranks.mesh((1,), ("dp",)), style="fully_shard")
+    (model, optim), (alone, other) = fresh(), fresh()
+    for call in range(5):
+        settings.__dict__["values"]["weight"] = 2.0 + (call > 2) * (door is dp.distribute)  # a constant of a graph
+        x, y = torch.ones(4, 4), torch.zeros(4, 4)
+        torch.testing.assert_close(called(model, optim, x, y), step(alone, other, x, y).detach())
 
 
 class Scaler:

@@ -11,6 +11,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition.api import runner_of
 from dp_partition.capture import tracer
 from dp_partition.capture.fakes import use_first_sizes
@@ -20,10 +21,16 @@ from torch import fx, nn
 LENGTHS = (8, 12, 8, 17, 1)  # 1 has a trace of its own: torch broadcasts that size
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "replicate": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "fully_shard": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),  # traced in half the time
+}
+
+
 def trained(ranks: Ranks, make: Callable[[], nn.Module], style: Any, marked: bool) -> tuple[dp.CompiledStep, list[Any]]:
     """Losses and final parameters of a run over batches of all lengths; the ranks' lengths differ."""
     model = models.seeded(make).to(ranks.device)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optim = OPTIMIZERS[style](model.parameters())
     dims: Any = {"mark_dynamic": 1} if marked else {}
     step = dp.compile(models.token_step, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style, **dims)
     generator = torch.Generator().manual_seed(ranks.rank)

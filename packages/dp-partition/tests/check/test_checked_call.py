@@ -13,6 +13,7 @@ import numpy as np
 import planted_mistakes as planted
 import pytest
 import torch
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition.api import runner_of
 from dp_partition.check import checked_call
 from dp_partition.check.checked_call import CheckMismatch, CheckSchedule
@@ -44,7 +45,7 @@ def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tenso
 def test_each_mended_cause_is_found_with_its_mending_taken_back(ranks: Ranks, name: str) -> None:
     cause = planted.MENDED[name]
     for reverted in (False, True):
-        model, optim = started(ranks)
+        model, optim = started(ranks, "SGD")
         planted.CONFIG.scale = 1.0  # type: ignore[attr-defined]
         raised: Exception | None = None
         with cause.taken_back() if reverted else nullcontext():
@@ -146,10 +147,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_all_gradients_are_compared_before_they_are_clipped(ranks: Ranks) -> None:
     for name, settings in SETTINGS.items():
         with models.case(name), patch.object(checked_call, "differences", wraps=differences) as compared:
-            model, optim = started(ranks)
+            model, optim = started(ranks, "SGD")
             if name == "global":
                 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-                optim = torch.optim.AdamW(model.parameters())
+                optim = torch.optim.SGD(model.parameters())
             step = dp.compile(planted.plain, mesh=ranks.mesh((2,), ("dp",)), **settings)
             step(model, optim, *batch(ranks, 0))
             expected = {f"{fqn} gradient" for fqn, _ in model.named_parameters()}
@@ -221,17 +222,18 @@ def test_right_steps_raise_nothing(ranks: Ranks) -> None:
         for name, settings in RIGHT.items():
             with models.case(name):
                 checked += right_steps(ranks, name, settings)
-    assert checked == 8 * len(RIGHT)
+    assert checked == 6 * len(RIGHT)
 
 
 def right_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> int:
-    model, optim = started(ranks, "SGD" if name in ("default", "hook") else "AdamW")
+    is_adam = name in ("zero1", "bfloat16", "accumulate", "global")  # the others are traced in half the time
+    model, optim = started(ranks, "AdamW" if is_adam else "SGD")
     if name == "bfloat16":
         model = model.to(torch.bfloat16)
     if name == "global":
         model.forward = lambda x: model.down(torch.tanh(model.up(x)))  # type: ignore[operator]  # no dropout
     step = dp.compile(planted.plain, mesh=ranks.mesh((2,), ("dp",)), **settings)
-    for call in range(8):
+    for call in range(6):
         x, y = batch(ranks, call)
         if name == "bfloat16":
             x, y = x.bfloat16(), y.bfloat16()

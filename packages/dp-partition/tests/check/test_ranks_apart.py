@@ -68,6 +68,13 @@ def skips_backward(model: Any, optim: Any, x: torch.Tensor, is_odd: bool) -> Any
     return update(model, optim, x)
 
 
+def passes(model: Any, optim: Any, x: torch.Tensor, is_odd: bool) -> Any:
+    for _ in range(1 if is_odd else 2):
+        model(x).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+
+
 def raises_at_the_end(model: Any, optim: Any, x: torch.Tensor, is_odd: bool) -> Any:
     result = update(model, optim, x)
     if is_odd:
@@ -94,6 +101,8 @@ def replaced(model: Any) -> None:
 
 
 # Rank 1 waits at the end of its call, rank 0 in a line of the step's.
+NUMBERS = ("different numbers of backward passes",) * 2
+GATHERS = ("some ranks alone enter unsharded() or call release()",) * 2
 WAITS, ENDED = "rank 1 waits for other ranks at its end in call 5", "rank 0 waits for other ranks (at"
 # the step, the door, what rank 1 does to its model before the odd call, and what the first line of each error says
 APART: dict[str, tuple[Callable[..., Any], Any, Any, tuple[str, str]]] = {
@@ -102,9 +111,11 @@ APART: dict[str, tuple[Callable[..., Any], Any, Any, tuple[str, str]]] = {
     "returns None": (returns_none, DISTRIBUTE, None, ("ranks return other tensors in call 5",) * 2),
     "raises at the end": (raises_at_the_end, DISTRIBUTE, None, ("another rank raised in call 5", "mine")),
     "skips a norm": (skips_a_norm, DISTRIBUTE, None, (WAITS, ENDED)),
-    "returns early": (returns_early, DISTRIBUTE, None, (WAITS, ENDED)),
-    "skips backward": (skips_backward, DISTRIBUTE, None, (WAITS, ENDED)),
-    "raises at once": (raises_at_once, DISTRIBUTE, None, ("rank 1 has raised ValueError: mine (at", "mine")),
+    "returns early": (returns_early, DISTRIBUTE, None, NUMBERS),
+    "skips backward": (skips_backward, DISTRIBUTE, None, NUMBERS),
+    "skips the second pass": (passes, DISTRIBUTE, None, NUMBERS),
+    "raises at once": (raises_at_once, DISTRIBUTE, None, ("another rank raised in call 5", "mine")),
+    "releases": (nothing_odd, DISTRIBUTE, None, GATHERS),
     "freezes a weight": (nothing_odd, COMPILE, frozen, ("rank 1 has raised PlanError", "on this rank alone")),
     "replaces a layer": (nothing_odd, COMPILE, replaced, ("rank 1 has raised ModelChangedError", "ModelChangedError")),
 }
@@ -135,7 +146,7 @@ def train(rank: int, folder: Path, how: str) -> None:
     text = "no error"
     try:
         store = torch.distributed.FileStore(str(folder / how), 2)  # type: ignore[attr-defined]  # public
-        limit = timedelta(seconds=30)
+        limit = timedelta(seconds=20)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
@@ -145,6 +156,8 @@ def train(rank: int, folder: Path, how: str) -> None:
         for call in range(1, ODD_CALL + 4):
             if change and rank and call == ODD_CALL:
                 change(model)
+            if how == "releases" and rank and call == ODD_CALL:
+                step.release()
             step(model, optim, torch.ones(4, 8).double() * call, call == ODD_CALL and rank == 1 and change is None)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"

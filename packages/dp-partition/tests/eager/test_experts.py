@@ -9,6 +9,7 @@ from typing import Any
 import dp_partition as dp
 import pytest
 import torch
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from ranktest import Ranks
 from torch import nn
 

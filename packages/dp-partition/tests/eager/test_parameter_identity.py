@@ -12,6 +12,7 @@ import dp_partition as dp
 import pytest
 import torch
 import torch.distributed as dist
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition import PlanError
 from dp_partition.api import EagerStyle as Style
 from ranktest import Ranks

@@ -9,6 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from ranktest import Ranks
 from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -9,6 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition.capture.inputs import read_arguments
 from dp_partition.capture.state import find_step_state
 from dp_partition.nodes import aten

@@ -10,6 +10,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition._shared.dtensor import as_dtensor
 from dp_partition.plan.placements import chunk_bounds
 from dp_partition.runtime.consensus import full_copies

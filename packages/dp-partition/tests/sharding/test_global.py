@@ -9,6 +9,7 @@ import dp_models as models
 import pytest
 import torch
 from dp_matrix_models import Contrast
+from dp_models import warm_up as before_ranks  # noqa: F401  # ranktest calls it
 from dp_partition.analysis import messages_of
 from ranktest import Ranks
 from torch import nn

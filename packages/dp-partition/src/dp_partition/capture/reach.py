@@ -99,11 +99,12 @@ class Reach:
         return result
 
     def repoint(
-        self, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]], convert: Callable[[torch.Tensor], torch.Tensor]
+        self, swap: Mapping[int, tuple[torch.Tensor, torch.Tensor]], convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Replace old parameters by new ones, in groups, state, lists and dicts; ``swap`` has both by old id.
+        """Replace old tensors, such as parameters, by new ones, in groups, state, lists and dicts.
 
-        ``convert`` takes state of an old parameter's shape to the layout of the new one.
+        ``swap`` has both by the old one's ``id``; ``convert`` takes state of a parameter's shape to the layout of the
+        new one.
         """
 
         def new(value: Any) -> Any:
@@ -124,7 +125,7 @@ class Reach:
                 for old, key, value in items:
                     if key is not old and isinstance(value, dict):  # state of an optimizer
                         for entry, x in value.items():
-                            if isinstance(x, torch.Tensor) and x.ndim and x.shape == old.shape:
+                            if isinstance(x, torch.Tensor) and x.ndim and x.shape == key.shape:
                                 value[entry] = convert(x)
                     table[key] = value
 

@@ -309,10 +309,11 @@ def asks_for_values(error: Exception) -> bool:
     return any(word in text for word in (*words, "symbolic"))
 
 
-def user_line(error: BaseException) -> str:
-    """Return an error's innermost line outside of torch and this package, as text."""
+def user_line(error: BaseException | None = None) -> str:
+    """Return the innermost line outside of torch and this package, of an error or of the present calls, as text."""
+    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
     between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
-    lines = [item for item in traceback.extract_tb(error.__traceback__) if item.filename[0] != "<"]
+    lines = [item for item in frames if item.filename[0] != "<"]
     lines = [item for item in lines if "site-packages" in item.filename or not item.filename.startswith(between[2])]
     lines = [item for item in lines if not item.filename.startswith(between[:2])]  # torch and this package
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""

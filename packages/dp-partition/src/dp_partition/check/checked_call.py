@@ -129,14 +129,21 @@ class CheckedCall:
         return result
 
     def refused(self, attempt: Callable[[], str]) -> str:
-        """Return the first reason of any rank against a comparison; empty if there is none on all of them.
+        """Return the first reason of any rank against a comparison; empty if there is none on all of them."""
+        return self.attempted(attempt)[1]
+
+    def attempted(self, attempt: Callable[[], Any]) -> tuple[Any, str]:
+        """Return what an attempt makes, and the first reason of any rank against a comparison; empty without one.
+
+        An attempt may return its reason, as text.
 
         Raises:
             CheckMismatch: On every rank, with the error of an attempt that fails otherwise than for an object without
                 a copy or for lack of memory (code ``check-error``): that is no reason to go on unchecked. Nor is an
                 object without a copy, where the step must have one.
         """
-        reason, error = capture_errors(attempt)
+        value, error = capture_errors(attempt)
+        reason = value if isinstance(value, str) else ""
         failed, hint = "", UNCHECKED_HINT
         if isinstance(error, CannotCopyError) and self.must_copy:
             failed, hint = f"cannot copy {error}", self.must_copy
@@ -146,13 +153,13 @@ class CheckedCall:
             reason = f"out of memory: {error}"
         elif error is not None:
             failed = f"{type(error).__name__}: {error}"
-        rows = self.gather((reason or "", failed))
+        rows = self.gather((reason, failed))
         failures = [f"rank {rank}: {text}"[:600] for rank, (_, text) in enumerate(rows) if text]
         if failures:
             self.advance(again=True)
             problems = [Problem("check-error", self.runner.name, found=text, hint=hint) for text in failures]
             raise CheckMismatch(problems, "the step cannot be compared with its run on a full copy") from error
-        return next((text for text, _ in rows if text), "")
+        return value, next((text for text, _ in rows if text), "")
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
@@ -225,13 +232,8 @@ class CheckedCall:
     def beyond_spread(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
         """Leave out differences found between right results as well; none where a rank has no memory to look."""
         noise = dict.fromkeys((item.name for item in found), 0.0)
-        snapshots: list[Snapshot] = []
-
-        def take_snapshot() -> str:
-            snapshots.append(Snapshot(self.binding, self.arguments))
-            return ""
-
-        if self.refused(take_snapshot):
+        snapshot, reason = self.attempted(partial(Snapshot, self.binding, self.arguments))
+        if reason:
             return found
         after, precision = self.random_state(), Precision()
         with precision:
@@ -241,7 +243,7 @@ class CheckedCall:
             if outcome is not None and reference is not None:
                 for name in noise:
                     noise[name] = max(noise[name], measure(name, outcome, reference))
-        snapshots.pop().restore()
+        snapshot.restore()
         after.restore()
         result = []
         for item in found:
@@ -541,25 +543,17 @@ class CheckedEagerCall(CheckedCall):
         placed: Any = SimpleNamespace(step_state=state, mesh=self.runner.mesh)
         # Left by earlier calls; shards are gathered on all ranks, before a copy can fail on one.
         self.left = [None if p.grad is None else full_tensor(p.grad).clone() for p in state.params.values()]
-
-        def shadowed() -> str:
-            self.shadow = self.copy(source=(self.runner.function, self.live_arguments, placed))
-            return ""
-
-        if reason := self.refused(shadowed):
+        source = (self.runner.function, self.live_arguments, placed)
+        self.shadow, reason = self.attempted(partial(self.copy, source=source))
+        if reason:
             return reason, ReferenceEnd()
         state = self.shadow.step_state
         self.binding: Any = SimpleNamespace(step_state=state, mesh=self.runner.mesh)
         self.arguments = (self.shadow.args, self.shadow.kwargs)
-        copies: list[StepCopy] = []
-
-        def copied() -> str:
-            copies.append(self.copy())  # memory may be short on one rank
-            return ""
-
-        if reason := self.refused(copied):
+        copied, reason = self.attempted(self.copy)  # memory may be short on one rank
+        if reason:
             return reason, ReferenceEnd()
-        ended = self.reference(copies.pop())
+        ended = self.reference(copied)
         reasons = self.gather(ended.unchecked or (f"its copy raises {ended.error!r}"[:200] if ended.error else ""))
         return next(filter(None, reasons), ""), ended
 

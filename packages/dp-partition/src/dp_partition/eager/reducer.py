@@ -27,21 +27,26 @@ from dp_partition._shared.consensus import device_types, named_collective, ranks
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
     after_backward,
+    backward_pass,
     flat_group,
     flatten,
     foreach_copy_,
     group_like,
     has_gradient_hooks,
     hooks_after_accumulation,
-    pytree,
+    is_in_backward,
+    is_outermost,
     unflatten,
 )
+from dp_partition.capture.tracer import user_line
 from dp_partition.passes.bucketing import divisors
 from dp_partition.plan.plan import CommConfig
 from dp_partition.runtime.consensus import is_of_collective
 from dp_partition.runtime.state import HeldMemory
 
-_RUNNING, _FINISHED, _FAILED = range(3)  # states of a rank that meets its peers
+# States of a rank that meets its peers; where they differ, the lowest one of any rank names what ranks do apart. A pass
+# in which all ranks run has a message of zeros.
+PICKLING, GATHERING, _RUNNING, _FINISHED, _FAILED = range(-2, 3)
 _DENSE, _SPARSE = 1, 2  # kinds of gradients; 0: none
 _FIRST_BUCKET = 1 << 20  # small, so that communication starts early
 CAUGHT = "the step has caught an error of a backward pass"
@@ -50,6 +55,21 @@ HOOK_HINT = "read gradients behind backward, or in a hook of the optimizer (regi
 
 _Message = tuple[torch.Tensor, dist.Work]
 _RANKS_DECIDE = "decide on values that are equal on all ranks, for example after dist.all_reduce"
+_APART = {  # state -> what some ranks do, and the way on
+    PICKLING: (
+        "some ranks alone pickle a shard in call {}, which only all of them can gather",
+        "torch.save on every rank, or between two calls within unsharded()",
+    ),
+    GATHERING: (
+        "some ranks alone enter unsharded() or call release() since call {}, which gather shards of all ranks",
+        "call them on every rank; a rank that has no more batches ends its loop where all ranks do",
+    ),
+    _RUNNING: (
+        "ranks run different numbers of backward passes, or of forwards in shards, so their gradients do not belong "
+        "together",
+        _RANKS_DECIDE,
+    ),
+}
 
 
 class Meetings:
@@ -67,12 +87,11 @@ class Meetings:
         assert work is not None
         return message, work
 
-    def receive(self, message: _Message, call: int, subject: str, apart: str, hint: str) -> list[bool]:
+    def receive(self, message: _Message, call: int, subject: str) -> list[bool]:
         """Return for each digest whether it is the same on all ranks.
 
         Raises:
-            PlanError: On every rank: ``rank-failed`` if one has raised; ``ranks-diverge``, with the texts ``apart`` and
-                ``hint``, if ranks are in other states.
+            PlanError: On every rank: ``rank-failed`` if one has raised; ``ranks-diverge`` if ranks are in other states.
         """
         row, work = message
         with named_collective(subject):
@@ -83,7 +102,8 @@ class Meetings:
             reason, hint = f"another rank raised in call {call}", "see the traceback of that rank"
             raise PlanError(Problem("rank-failed", self.name, found=reason, hint=hint))
         if self.has_raised:
-            raise PlanError(Problem("ranks-diverge", self.name, found=apart, hint=hint))
+            apart, hint = _APART[-negative_lowest]
+            raise PlanError(Problem("ranks-diverge", self.name, found=apart.format(call), hint=hint))
         return [most == -negative for most, negative in zip(digests[::2], digests[1::2], strict=True)]
 
 
@@ -134,14 +154,27 @@ class GradientReducer:
     """Hooks on parameters to average gradients when autograd accumulates them.
 
     Parameters are in one order on all ranks; frozen ones count once they are trained.
+
+    Args:
+        parameters: Full parameters by name.
+        group: The ranks, for the messages.
+        comm: Sizes of buckets, and the dtype of the reduction.
+        name: The steps, for messages.
+        meet: Called at the start of each backward pass, in place of the reducer's own meetings.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, comm: CommConfig, name: str
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        comm: CommConfig,
+        name: str,
+        meet: Callable[[], None] | None = None,
     ) -> None:
         real = {n: p for n, p in parameters.items() if p.is_leaf and (p.is_floating_point() or p.is_complex())}
         self.names, self.parameters = list(real), list(real.values())
         self.group, self.world, self.comm, self.name = group, dist.get_world_size(group), comm, name
+        self.meet = meet
         self._passes_of: dict[int, list[_Pass]] = {}  # of each step over these parameters
         self._call = _Call()
         has_cpu = "cpu" in device_types(dist.get_backend_config(group))
@@ -172,7 +205,7 @@ class GradientReducer:
         """Run one call of a step in the block. A rank that raises makes its peers raise, in this call."""
         passes = self._passes_of.setdefault(number, [])
         # A message on the CPU costs little. One of NCCL would make the host wait for the device in each call.
-        meets = self._call.number == 0 or self._meetings.device.type == "cpu"
+        meets = self.meet is None and (self._call.number == 0 or self._meetings.device.type == "cpu")
         self._call = call = _Call(self._call.number + 1, passes, meets=meets)
         self._meetings.has_raised = False
         for backward in passes:
@@ -201,8 +234,7 @@ class GradientReducer:
     def _check(self, message: _Message) -> None:
         """Raise on every rank unless all are in the same pass or all at the end."""
         call = self._call.number
-        apart = "ranks run different numbers of backward passes, so their gradients do not belong together"
-        self._meetings.receive(message, call, f"{self.name}, call {call}", apart, _RANKS_DECIDE)
+        self._meetings.receive(message, call, f"{self.name}, call {call}")
 
     def _leave(self, error: Exception) -> None:
         """Meet the peers once more, at their next exchange, to make them raise too."""
@@ -231,36 +263,26 @@ class GradientReducer:
     def enter(self) -> None:
         """Begin the present run of a backward pass, if none has begun: all ranks enter it, whatever they reach there.
 
+        A rank that runs no module of full parameters in a call, such as a vision tower, enters where gradients come to
+        the output of a unit of FSDP2.
+
         Raises:
             PlanError: ``backward-failed`` if the last one ended by an error that the step has caught.
         """
+        if not self._call.runs:
+            return  # between two calls
         current = self._current()
         if current.is_entered and current.end() is None:  # autograd drops the callback with a pass that failed
             raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
         if not current.is_entered:
+            if self.meet is not None:
+                self.meet()
             # Held by autograd alone. It queues the last part behind FSDP2's callback, which sends, on all ranks alike.
             end = partial(after_backward, self._finalize_backward)
             current.end, current.is_entered = weakref.ref(end), True
             after_backward(end)
             current.entry = self._meetings.send(_RUNNING) if self._call.meets else None
             current.are_in = current.entry is None
-
-    def enter_behind(self, unit: nn.Module) -> Any:
-        """Enter a pass where gradients come to the output of a unit of FSDP2; return the hook's handle.
-
-        A rank that runs no module of full parameters in a call, such as a vision tower, has nothing else that shows it.
-        """
-
-        def reached(gradient: torch.Tensor) -> None:
-            if self._call.runs:
-                self.enter()
-
-        def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-            for x in pytree.tree_leaves(output) if self._call.runs and torch.is_grad_enabled() else ():
-                if isinstance(x, torch.Tensor) and x.requires_grad:
-                    x.register_hook(reached)
-
-        return unit.register_forward_hook(torch.compiler.disable(watch))
 
     def _mark_ready(self, index: int, parameter: torch.Tensor) -> None:
         if not self._call.runs:
@@ -438,10 +460,11 @@ class PlacedShards:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, name: str, units: Iterable[nn.Module] = ()
     ) -> None:
-        self.mesh, self.parameters = mesh, {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+        self.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
         # of the shards written in all calls; of the sharded results of the last call; of the order of FSDP2's units
         self.digest = self.results = self.order = 0
         self.runs = False  # whether a call runs now
+        self.number, self.passes = 0, set[int]()  # of the present call, or the last one; of its backward passes
         # Ahead of FSDP2's own hook, which puts the stored parameters back.
         self.handles = [unit.register_forward_pre_hook(self._gathers(i), prepend=True) for i, unit in enumerate(units)]
         self.leaving: Any = None  # the message of a rank that has raised, until its peers read it
@@ -479,20 +502,24 @@ class PlacedShards:
                 hint = 'call it in call 1, too, which keeps them full; or use style="replicate"'
                 reason = "another tensor in the place of a parameter in shards, which FSDP2 ignores"
                 raise PlanError([Problem("parameter-replaced", name, found=reason, hint=hint) for name in foreign])
-            self.order = zlib.crc32(number.to_bytes(4, "little"), self.order) if self.runs else self.order
+            if self.runs:
+                self.order = zlib.crc32(number.to_bytes(4, "little"), self.order)
+                if is_outermost(unit) and not is_in_backward():  # a rank without a batch may not run it
+                    self.meet(_RUNNING, "a forward of")
 
         outside_of_graphs: Callable[..., None] = torch.compiler.disable(note)
         return outside_of_graphs
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Run one call of a step in the block, and add the shards that it writes to the digest of all calls.
+    def call(self, number: int) -> Iterator[None]:
+        """Run the call of this number in the block, and add the shards that it writes to the digest of all calls.
 
         A rank that raises makes its peers raise where they meet next in their call; it does not wait for them, as they
         may be elsewhere.
         """
         shards = self.parameters.values()
         self.meetings.has_raised, versions, self.runs = False, [p._version for p in shards], True
+        self.number, self.passes = number, set()
         try:
             yield
         except Exception as error:
@@ -504,46 +531,67 @@ class PlacedShards:
             written = bytes([p._version != old for p, old in zip(shards, versions, strict=True)])
             self.digest = zlib.crc32(written, self.digest)
 
-    def end_call(self, call: int, results: list[DTensor], *, always: bool) -> None:
+    def enter_pass(self) -> None:
+        """Meet at the start of each backward pass of a call, before FSDP2 gathers: a peer may not run this pass.
+
+        Raises:
+            PlanError: On every rank: ``full-parameters`` for a pass that is differentiated again, ``rank-failed``, or
+                ``ranks-diverge`` where some rank has ended the call.
+        """
+        if self.runs and torch.is_grad_enabled():  # `create_graph=True`
+            hint = 'take them in call 1, too, which keeps parameters full; or use style="replicate"'
+            found = f"second derivatives are taken since parameters are in shards{user_line()}"
+            raise PlanError(Problem("full-parameters", self.meetings.name, found=found, hint=hint))
+        number = backward_pass()
+        if self.runs and number not in self.passes:
+            self.passes.add(number)
+            self.meet(_RUNNING, "a backward pass of")
+
+    def end_call(self, results: list[DTensor], *, always: bool) -> None:
         """Meet the peers at the end of a call.
 
-        Without a CPU backend ranks meet in few calls alone, as the host would wait for the device in each.
-
         Args:
-            call: Its number.
             results: Sharded tensors in the step's result, in order.
-            always: Meet in this call in any case.
+            always: Meet in this call in any case, without a CPU backend too.
 
         Raises:
-            PlanError: On every rank: ``ranks-diverge`` where ranks have written other shards since they met last, have
-                run units in another order, or return other results; ``rank-failed`` if one has raised.
+            PlanError: On every rank: ``ranks-diverge`` where ranks have written other shards since they met last, or
+                return other results; and as `meet` does.
         """
         self.results = zlib.crc32(repr([(x.shape, x.dtype, x.placements) for x in results]).encode())
-        if not self.parameters or self.mesh.size() == 1 or not (self.meets or always):
-            return
-        same_update, same_results, same_order = self._meet(_FINISHED, call, f"the end of call {call}")
-        if not (same_update and same_order):
-            reason = f"ranks have updated different parameters by call {call}: one has skipped an optimizer step"
+        same_update, same_results, _ = self.meet(_FINISHED, "the end of", always=always)
+        if not same_update:
+            reason = f"ranks have updated different parameters by call {self.number}: one has skipped an optimizer step"
             hint = f"{_RANKS_DECIDE}; shards are of different calls now: load a checkpoint"
-            if not same_order:
-                reason = f"ranks have run modules in another order by call {call}: each gathered others' shards"
-                hint = f'{_RANKS_DECIDE}, or use style="replicate"; weights are mixed now: load a checkpoint'
             raise PlanError(Problem("ranks-diverge", self.meetings.name, found=reason, hint=hint))
         if not same_results:
-            reason = f"ranks return other tensors in call {call}, whose shards only all of them can gather"
+            reason = f"ranks return other tensors in call {self.number}, whose shards only all of them can gather"
             raise PlanError(Problem("ranks-diverge", self.meetings.name, found=reason, hint=_RANKS_DECIDE))
 
-    def meet_in_call(self, call: int) -> None:
-        """Meet in the middle of a call, before a pickle gathers a shard that a peer may not gather.
+    def meet(self, state: int, subject: str, *, always: bool = False) -> list[bool]:
+        """Meet the peers, for example before a pickle gathers a shard that a peer may not gather.
+
+        Without a CPU backend ranks meet at the end of few calls alone, as the host would wait for the device each time.
+
+        Args:
+            state: What this rank does: `PICKLING`, say.
+            subject: The same for an error, before the words "call 5".
+            always: Meet without a CPU backend too.
+
+        Returns:
+            Whether shards written, results and order of units are the same on all ranks; True where none meet.
 
         Raises:
-            PlanError: On every rank: ``rank-failed``, or ``ranks-diverge`` where some rank has ended the call.
+            PlanError: On every rank: ``rank-failed``, or ``ranks-diverge`` where ranks do different things, or have run
+                units in another order.
         """
-        if self.meets:
-            self._meet(_RUNNING, call, f"a pickle of a shard in call {call}")
-
-    def _meet(self, state: int, call: int, subject: str) -> list[bool]:
+        if not self.meets and not (always and self.parameters and dist.get_world_size(self.meetings.group) > 1):
+            return [True, True, True]
         message = self.meetings.send(state, (self.digest, self.results, self.order))
-        apart = f"some ranks alone pickle a shard in call {call}, which only all of them can gather"
-        hint = "torch.save on every rank, or between two calls within unsharded()"
-        return self.meetings.receive(message, call, f"{self.meetings.name}, {subject}", apart, hint)
+        same = self.meetings.receive(message, self.number, f"{self.meetings.name}, {subject} call {self.number}")
+        if not same[-1]:
+            self.meetings.has_raised = True
+            reason = f"ranks have run modules in another order by call {self.number}: each gathered others' shards"
+            hint = f'{_RANKS_DECIDE}, or use style="replicate"; weights are mixed now: load a checkpoint'
+            raise PlanError(Problem("ranks-diverge", self.meetings.name, found=reason, hint=hint))
+        return same

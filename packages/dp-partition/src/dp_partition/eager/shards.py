@@ -34,6 +34,7 @@ from dp_partition._shared.elementwise import is_elementwise
 from dp_partition._shared.execution_check import random_state_restored, relative_error
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
+    SHARDS_INTEGERS,
     TorchDispatchMode,
     become,
     has_gradient_hooks,
@@ -47,8 +48,9 @@ from dp_partition.capture.fingerprint import fingerprint
 from dp_partition.capture.reach import Reach
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.plan.placements import shard_world
+from dp_partition.plan.plan import Settings
 from dp_partition.runtime.saving import reduced_in_step, running
-from dp_partition.runtime.state import full_tensor, full_tensors
+from dp_partition.runtime.state import full_tensors
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 
@@ -242,25 +244,36 @@ def _one_of_each_kind(
     Returns:
         The copy, its parameters, and those that stay full by ``id``.
     """
-    kinds: dict[Any, nn.Parameter] = {}
-    stay: set[int] = set()
-    state = collections.defaultdict[Any, Any](dict)
-    memo: dict[int, Any] = {id(optimizer.state): state}  # a wrapper's state may be that of the optimizer in it
+    chosen: dict[Any, tuple[nn.Parameter, Any]] = {}  # kind -> its first parameter, and the elements to keep of that
+    kind_of: dict[int, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             index = tuple([slice(ranks + size % ranks if not dim else 4) for dim, size in enumerate(p.shape) if ranks])
-            cut, marks = full_tensor(p.detach())[index], fingerprint([vars(p)])  # a step may read `p.use_muon`
-            kind = (number, cut.shape, p.dtype, p.device, p.requires_grad, id(p) in full, marks)
-            if kind not in kinds:
-                kinds[kind] = parameter_like(cut.clone(), p)
-                stay |= {id(kinds[kind])} if id(p) in full else set()
-                entries = optimizer.state.get(p, {}).items()
-                is_like = {k: isinstance(x, torch.Tensor) and x.shape == p.shape for k, x in entries}
-                # Fused kernels go by memory: a cut that kept its strides would be updated in other places.
-                state[kinds[kind]] = {
-                    k: full_tensor(x)[index].clone() if is_like[k] else copy.deepcopy(x) for k, x in entries
-                }
-            memo[id(p)] = kinds[kind]
+            shape = torch.empty(p.shape, device="meta")[index].shape
+            marks = fingerprint([vars(p)])  # a step may read `p.use_muon`
+            kind_of[id(p)] = (number, shape, p.dtype, p.device, p.requires_grad, id(p) in full, marks)
+            chosen.setdefault(kind_of[id(p)], (p, index))
+    entries = {kind: {"": p.detach(), **optimizer.state.get(p, {})} for kind, (p, _) in chosen.items()}
+    shaped = {
+        (kind, key): x
+        for kind, (p, _) in chosen.items()
+        for key, x in entries[kind].items()
+        if isinstance(x, torch.Tensor) and x.shape == p.shape
+    }
+    full_ones = dict(zip(shaped, full_tensors(shaped.values()), strict=True))  # by few messages: they may lie in shards
+    kinds: dict[Any, nn.Parameter] = {}
+    state = collections.defaultdict[Any, Any](dict)
+    for kind, (p, index) in chosen.items():
+        # Fused kernels go by memory: a cut that kept its strides would be updated in other places.
+        own = {
+            key: full_ones[kind, key][index].clone() if (kind, key) in full_ones else copy.deepcopy(x)
+            for key, x in entries[kind].items()
+        }
+        kinds[kind] = parameter_like(own.pop(""), p)
+        state[kinds[kind]] = own
+    stay = {id(kinds[kind]) for kind, (p, _) in chosen.items() if id(p) in full}
+    memo: dict[int, Any] = {id(optimizer.state): state}  # a wrapper's state may be that of the optimizer in it
+    memo |= {key: kinds[kind] for key, kind in kind_of.items()}
     beside: dict[Any, Any] = {k: x for k, x in list[Any](optimizer.state.items()) if not isinstance(k, torch.Tensor)}
     state.update(copy.deepcopy(beside, memo))
     copied = object.__new__(type(optimizer))
@@ -300,18 +313,19 @@ def _stepped(
 
 
 def shard(
-    reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh: DeviceMesh, dtype: torch.dtype | None
+    reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh: DeviceMesh, settings: Settings, watch: Watch
 ) -> dict[str, nn.Parameter]:
     """Shard the units; return the new parameter of each name. Gradients and optimizer state move along.
 
-    Gradients are reduced in ``dtype``; None: in their own.
+    So do tensors of a parameter's shape in lists, dicts and attributes that the watched calls have computed of it, such
+    as an average of its gradients: later calls compute with shards.
     """
     keep = {parameters[name] for name in units.full}
     place = placement_of(mesh)
     before = [(root, dict(root.named_parameters())) for root in reach.modules]
     for module in units.modules:
         # The root too: torch's default keeps its gathered values after a forward without backward, stale after a step.
-        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        policy = MixedPrecisionPolicy(reduce_dtype=settings.comm.reduce_dtype)
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=keep, mp_policy=policy)
         if mesh.device_type == "cpu":  # gloo has no average in reduce-scatter
             unit.set_force_sum_reduction_for_comms(True)
@@ -325,7 +339,13 @@ def shard(
         vars(successor).update({key: own for key, own in vars(old).items() if key not in vars(successor)})
         if old.grad is not None:
             successor.grad = place(old.grad)
-    reach.repoint(swap, place)
+    moved: dict[int, tuple[torch.Tensor, Any]] = dict(swap)
+    for x in reach.tensors:
+        names = watch.origins.get(x, frozenset())
+        is_result = x.ndim and not x.requires_grad and id(x) not in swap and names.isdisjoint(units.full)
+        if names and is_result and all(parameters[name].shape == x.shape for name in names):
+            moved[id(x)] = x, place(x)
+    reach.repoint(moved, place)
     for name, parameter in parameters.items():
         if id(parameter) in swap:  # freed; one missed by the walk raises when used, in a backward pass as well
             parameter.grad = None
@@ -346,13 +366,22 @@ class _Retired(nn.Parameter):
         _raise_retired(vars(first)["_name"])
 
 
+def retired(
+    tensors: Iterable[torch.Tensor], parameters: Mapping[str, nn.Parameter]
+) -> dict[int, tuple[torch.Tensor, nn.Parameter]]:
+    """Return those of some tensors that shards have replaced, and the shards, by the old one's ``id``."""
+    names = {id(x): (x, vars(x)["_name"]) for x in tensors if isinstance(x, _Retired)}
+    return {key: (x, parameters[name]) for key, (x, name) in names.items() if name in parameters}
+
+
 def _raise_retired(name: str, *_: Any) -> NoReturn:
     raise PlanError(
         Problem(
             "parameter-replaced",
             name,
             found="a shard has replaced it; an object outside of the step's arguments and globals holds the old one",
-            hint='keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"',
+            hint="pass that object, such as an optimizer that steps outside of the step, among the step's arguments; "
+            'keep parameters in the model, its optimizers, lists and dicts alone; or use style="replicate"',
         )
     )
 
@@ -437,7 +466,7 @@ class ClosedTraps:
     _views = WeakTensorKeyDictionary()
 
     def __init__(
-        self, meet: Callable[[], None] = lambda: None, compare: Callable[[Optimizer], None] = lambda optimizer: None
+        self, meet: Callable[[], Any] = lambda: None, compare: Callable[[Optimizer], None] = lambda optimizer: None
     ) -> None:
         self.meet, self.compare = meet, compare  # `compare` raises for an optimizer that needs full parameters
 
@@ -600,6 +629,9 @@ class Watch(TorchFunctionMode):
         self.reasons = {name: "is in no module" for name, p in parameters.items() if id(p) not in inside}
         self.reasons |= {name: "is in TorchScript" for name, p in parameters.items() if id(p) in scripted}
         self.reasons |= {name: "has no dimension" for name, p in parameters.items() if p.ndim == 0}
+        self.reasons |= {name: "has no element" for name, p in parameters.items() if p.numel() == 0}
+        integers = {n: p for n, p in parameters.items() if not (p.is_floating_point() or p.is_complex())}
+        self.reasons |= {} if SHARDS_INTEGERS else dict.fromkeys(integers, "is of integers")
         self.reasons |= {name: "is not contiguous" for name, p in parameters.items() if not p.is_contiguous()}
         self.reasons |= {name: "has a gradient hook" for name, p in parameters.items() if has_gradient_hooks(p)}
         self.users: dict[str, set[nn.Module]] = {}  # name -> modules running at every use of the parameter

@@ -28,6 +28,7 @@ from dp_partition._shared.page import human_bytes
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
     flat_group,
+    hook_outputs,
     hooks_after_accumulation,
     is_backward_unfinished,
     pytree,
@@ -38,7 +39,15 @@ from dp_partition.capture.inputs import close_arguments, open_result
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import without_data, wrapped
 from dp_partition.capture.tracer import user_line
-from dp_partition.eager.reducer import CAUGHT, HOOK_HINT, LOCAL_HOOK, GradientReducer, PlacedShards
+from dp_partition.eager.reducer import (
+    CAUGHT,
+    GATHERING,
+    HOOK_HINT,
+    LOCAL_HOOK,
+    PICKLING,
+    GradientReducer,
+    PlacedShards,
+)
 from dp_partition.eager.shards import (
     COMPARED,
     ClosedTraps,
@@ -49,6 +58,7 @@ from dp_partition.eager.shards import (
     place_loaded_state,
     placement_of,
     plan_units,
+    retired,
     run_unlike,
     shard,
     together,
@@ -153,6 +163,17 @@ class EagerStep:
             self.place(self.reach(args, kwargs), self.watch)
         return converted(result, torch.Tensor, torch.Tensor.detach)
 
+    def take_over(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
+        """Put shards in the place of what they have replaced, where a step runs first, or an optimizer is new to it.
+
+        For example a generator's optimizer, made before the critic's calls, in which the generator was sharded.
+        """
+        values = [*args, *kwargs.values()]
+        is_new = [isinstance(x, torch.optim.Optimizer) and COMPARED not in vars(x) for x in values]
+        if self.placed is not None and (not self.steps[number].count or any(is_new)):
+            reach, place = Reach(self.steps[number].function, values), placement_of(self.mesh)
+            reach.repoint(retired(reach.tensors, self.parameters), place)
+
     def reach(self, *others: Any) -> Reach:
         """Return the objects within reach of the steps and their last calls."""
         return Reach(*(step.function for step in self.steps), *others, *(step.holder for step in self.steps))
@@ -187,23 +208,24 @@ class EagerStep:
         calls = self.num_calls
         is_compared = not calls & (calls - 1)  # a power of two
         shards = None if self.placed is None else self.placed.shards
-        with nullcontext() if shards is None else shards.call(), self.reducer.call(number), self._traps(calls):
+        with nullcontext() if shards is None else shards.call(calls), self.reducer.call(number), self._traps():
             result = self.call(number, args, kwargs)
         if shards is not None:
-            shards.end_call(calls, tensors_in(result, DTensor), always=is_compared)
+            shards.end_call(tensors_in(result, DTensor), always=is_compared)
         if is_compared:
             self.compare_ranks()
         return converted(result, DTensor, DTensor.full_tensor)
 
     @contextmanager
-    def _traps(self, calls: int) -> Iterator[None]:
+    def _traps(self) -> Iterator[None]:
         """Close the traps of shards; leave FSDP2 ready for another call after an error."""
         if self.placed is None or not self.placed.units.modules:
             yield
             return
         units = self.placed.units.modules
         try:
-            with ClosedTraps(partial(self.placed.shards.meet_in_call, calls), self._compare_new):
+            meet = partial(self.placed.shards.meet, PICKLING, "a pickle of a shard in")
+            with ClosedTraps(meet, self._compare_new):
                 yield
             if is_backward_unfinished(units):
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))
@@ -281,22 +303,26 @@ class EagerStep:
             text = f"{len(rows)} of {len(self.parameters)} parameters stay full on every rank"
             warn_on_first(self.mesh, f"{self.name}: {text}: {' '.join(rows[0])}", stacklevel=4)
         self.reducer.remove()  # shards are reduced by FSDP2
-        self.parameters = shard(reach, self.parameters, units, self.mesh, self.settings.comm.reduce_dtype)
+        self.parameters = shard(reach, self.parameters, units, self.mesh, self.settings, watch)
         full = {name: p for name, p in self.parameters.items() if name in units.full}
         # In a group of its own: ranks that reach other experts mix these messages otherwise with those of FSDP2.
         is_mixed = bool(full and units.modules) and self.mesh.size() > 1
         group = (
             dist.new_group(ranks_of(self.mesh), use_local_synchronization=True) if is_mixed else flat_group(self.mesh)
         )
-        self.reducer = GradientReducer(full, group, self.settings.comm, self.name)
+        shards = PlacedShards(self.parameters, self.mesh, self.name, units.modules)
+        meet = shards.enter_pass if shards.meets else None
+        self.reducer = GradientReducer(full, group, self.settings.comm, self.name, meet)
+        for unit in units.modules:
+            hook_outputs(unit, shards.enter_pass)
+            if is_mixed:
+                hook_outputs(unit, self.reducer.enter)  # where the rank may reach no full parameter
         take = partial(place_loaded_state, layout)  # full state of a checkpoint
-        handles = [self.reducer.enter_behind(unit) for unit in units.modules] if is_mixed else []
-        handles += state.hook_placed(reach.modules, reach.optimizers, take)
+        handles = state.hook_placed(reach.modules, reach.optimizers, take)
         compare_optimizers()
         for optimizer in reach.optimizers:
             vars(optimizer)[COMPARED] = True
         self.watch = None
-        shards = PlacedShards(self.parameters, self.mesh, self.name, units.modules)
         self.placed = Placed(units, reach.optimizers, [*handles, *shards.handles], shards)
 
     def optimizer_reasons(self, reach: Reach, full: Mapping[str, str]) -> dict[str, str]:
@@ -370,14 +396,17 @@ class EagerStep:
         Args:
             writeback: Keep values written to parameters in the block; otherwise they are dropped.
         """
-        for unit in self.units.modules:
-            unit.reshard()  # type: ignore[operator]  # an FSDPModule's
+        if self.placed is not None:
+            self.placed.shards.meet(GATHERING, "full parameters since")
+            for unit in self.placed.units.modules:
+                unit.reshard()  # type: ignore[operator]  # an FSDPModule's
         with state.full_parameters(self.modules, writeback):
             yield
 
     def release(self, *others: Any) -> None:
         """Remove the hooks, and make every parameter, gradient and optimizer state full and plain again."""
         if self.placed is not None:
+            self.placed.shards.meet(GATHERING, "full parameters since")
             reach = self.reach(others, self.modules, self.placed.optimizers)
             for unit in self.placed.units.modules:
                 remove_fsdp(unit)

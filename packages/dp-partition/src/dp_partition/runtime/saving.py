@@ -10,7 +10,6 @@ object, so placed tensors get a mesh of their own (`own_mesh`), which is equal t
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any, NoReturn
 
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import refuse_number_reads
 
 # By thread: the traps around each step in shards that it runs. Their `meet` raises on all ranks unless all call it.
 running: dict[int, list[Any]] = {}
@@ -54,28 +52,11 @@ def _refuse_on_mesh(protocol: Any) -> NoReturn:
     raise _refused("a DTensor", "is placed, or computed of placed parameters: a file may lack the rows of other ranks")
 
 
-def _refuse_part(value: DTensor) -> None:
-    """Refuse a number that is one rank's part of a placed tensor's, such as ``weight.sum().item()``."""
-    if PICKLE in vars(value.device_mesh) and any(place.is_partial() for place in value.placements):
-        raise PlanError(
-            Problem(
-                "local-shard-as-full",
-                found="the number that is read is this rank's part of a reduction over shards",
-                hint="read it within `with step.unsharded():`, which every rank enters, or call full_tensor() on every"
-                " rank",
-            )
-        )
-
-
-refuse_parts = functools.cache(functools.partial(refuse_number_reads, _refuse_part))  # once for the process
-
-
 def own_mesh(mesh: Any) -> DeviceMesh:
     """Return an equal mesh, whose tensors are not pickled. Those on the caller's mesh are pickled as ever.
 
-    A number of a partial sum on it is refused, see `_refuse_part`.
+    Once a model is placed on it, a number of a partial sum on it is refused, see `refuse_reads`.
     """
-    refuse_parts()
     if not isinstance(mesh, DeviceMesh) or PICKLE in vars(mesh):  # a fake one of `estimate`; one of a shared step
         return mesh  # type: ignore[no-any-return]
     own = object.__new__(DeviceMesh)

@@ -8,7 +8,9 @@ A `Snapshot` holds all values of a placed model for rollback: shards, optimizer 
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -23,13 +25,21 @@ from torch.optim import Optimizer
 from dp_partition._shared.dtensor import as_dtensor
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import current_parameter, is_stale, mark_stale
-from dp_partition._torch_compat import parameter_like, pytree, storage_keys, without_fsdp, without_fsdp_in
+from dp_partition._torch_compat import (
+    parameter_like,
+    pytree,
+    refuse_before,
+    storage_keys,
+    without_fsdp,
+    without_fsdp_in,
+)
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, hooked_parameters, initial_state
+from dp_partition.capture.tracer import user_line
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import copy_from_first, full_copies
-from dp_partition.runtime.saving import COPY, PICKLE, mark_parameters, mark_states, place_loaded
+from dp_partition.runtime.saving import COPY, PICKLE, mark_parameters, mark_states, place_loaded, running
 
 ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
 ASSIGN_HINT = "write in place under torch.no_grad(), as p.copy_(values) does, or within unsharded(); then call again"
@@ -386,13 +396,52 @@ def _refuse_copy(name: str, *_: Any) -> NoReturn:
     )
 
 
+_WHOLE = "within `with step.unsharded():`, which every rank enters"
+
+
+def _refuse_part(operator: Any, args: Any) -> None:
+    """Refuse a number that is one rank's part of a placed tensor's, such as ``weight.sum().item()``."""
+    value: DTensor = args[0]
+    if PICKLE in vars(value.device_mesh) and any(place.is_partial() for place in value.placements):
+        raise PlanError(
+            Problem(
+                "local-shard-as-full",
+                found="the number that is read is this rank's part of a reduction over shards",
+                hint=f"read it {_WHOLE}, or call full_tensor() on every rank",
+            )
+        )
+
+
+def _refuse_mixture(operator: Any, args: Any) -> None:
+    """Refuse a plain tensor beside placed ones between calls, as in ``AveragedModel.update_parameters``."""
+    if threading.get_ident() in running:
+        return  # the call's own error has a way on that fits
+    tensors = [x for x in pytree.tree_leaves(args[:2]) if isinstance(x, torch.Tensor)]
+    plain = [x for x in tensors if not isinstance(x, DTensor) and x.numel() != 1]
+    if plain and any(isinstance(x, DTensor) and PICKLE in vars(x.device_mesh) for x in tensors):
+        found = f"a plain tensor and a parameter in shards meet in {operator}{user_line()}"
+        raise PlanError(Problem("local-shard-as-full", found=found, hint=f"do it {_WHOLE}: parameters are full there"))
+
+
+@functools.cache
+def refuse_reads() -> None:
+    """Refuse parts of placed tensors in the place of full ones, once for the process: where a model is placed."""
+    aten = torch.ops.aten
+    refuse_before(aten._local_scalar_dense.default, _refuse_part)
+    for operator in (aten.copy_.default, aten.sub.Tensor, aten._foreach_lerp_.Scalar):  # those of averages of weights
+        refuse_before(operator, _refuse_mixture)
+
+
 def hook_placed(
     roots: Iterable[nn.Module], optimizers: Iterable[Optimizer], place_state: Callable[[Optimizer], None] | None = None
 ) -> list[Any]:
     """Hook placed models and their optimizers for loading and saving; return the handles.
 
+    From now on reads of parts of placed tensors are refused, in the whole process.
+
     ``place_state`` shards what was loaded into an optimizer; None: something else does.
     """
+    refuse_reads()
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     placed = [module for module in modules if any(isinstance(p, DTensor) for p in module.parameters())]
     handles: list[Any] = [_Guard(module) for module in placed]
