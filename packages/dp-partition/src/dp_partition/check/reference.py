@@ -96,8 +96,8 @@ def copy_step(
     replaced: dict[int, torch.Tensor] = {}
     params = list(binding.step_state.params.values())
     states = [x for *_, state in binding.step_state.states() for x in state.values() if isinstance(x, DTensor)]
-    known = set(map(id, params))
-    states += [x for x in Reach(function, arguments).tensors if isinstance(x, DTensor) and id(x) not in known]
+    param_ids = set(map(id, params))
+    states += [x for x in Reach(function, arguments).tensors if isinstance(x, DTensor) and id(x) not in param_ids]
     for index, full in enumerate(full_copies([*params, *states], binding.mesh)):  # fused kernels go by memory
         if index >= len(params):
             replaced[id(states[index - len(params)])] = change(full)

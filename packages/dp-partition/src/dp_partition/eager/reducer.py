@@ -540,8 +540,8 @@ class PlacedShards:
         """
         if self.runs and torch.is_grad_enabled():  # `create_graph=True`
             hint = 'take them in call 1, too, which keeps parameters full; or use style="replicate"'
-            found = f"second derivatives are taken since parameters are in shards{user_line()}"
-            raise PlanError(Problem("full-parameters", self.meetings.name, found=found, hint=hint))
+            reason = f"second derivatives are taken since parameters are in shards{user_line()}"
+            raise PlanError(Problem("full-parameters", self.meetings.name, found=reason, hint=hint))
         number = backward_pass()
         if self.runs and number not in self.passes:
             self.passes.add(number)

@@ -419,8 +419,8 @@ def _refuse_mixture(operator: Any, args: Any) -> None:
     tensors = [x for x in pytree.tree_leaves(args[:2]) if isinstance(x, torch.Tensor)]
     plain = [x for x in tensors if not isinstance(x, DTensor) and x.numel() != 1]
     if plain and any(isinstance(x, DTensor) and PICKLE in vars(x.device_mesh) for x in tensors):
-        found = f"a plain tensor and a parameter in shards meet in {operator}{user_line()}"
-        raise PlanError(Problem("local-shard-as-full", found=found, hint=f"do it {_WHOLE}: parameters are full there"))
+        reason = f"a plain tensor and a parameter in shards meet in {operator}{user_line()}"
+        raise PlanError(Problem("local-shard-as-full", found=reason, hint=f"do it {_WHOLE}: parameters are full there"))
 
 
 @functools.cache

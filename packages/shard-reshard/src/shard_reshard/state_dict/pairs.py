@@ -194,8 +194,8 @@ def apart_problems(
         leaf = name.rpartition(".")[2]
         is_weight = dtypes[name] in FLOAT8 or not _COUNTS.search(leaf)
         for scale in beside.beside(name):
-            known = (is_weight and not _FACTOR.search(leaf)) or scale.startswith(name)
-            if known and ((name in moved and scale in left) or (scale in moved and name in left)):
+            is_scale = (is_weight and not _FACTOR.search(leaf)) or scale.startswith(name)
+            if is_scale and ((name in moved and scale in left) or (scale in moved and name in left)):
                 first, second = (name, scale) if name in moved else (scale, name)
                 problems.append(
                     Problem("missing-tensor", first, found=f"moved without {second}, {found}", hint=hint % second)

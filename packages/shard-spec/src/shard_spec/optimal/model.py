@@ -347,10 +347,10 @@ class StepModel:
                 continue
             # Bytes that last from forward to backward: logits do not outlast the loss.
             lasting = not (operation.output_bytes or self._is_inside(index))
-            kept = operation if lasting else replace(operation, width_out=0)
+            held = operation if lasting else replace(operation, width_out=0)
             nodes[key] = problem.add_node(
                 [self._seconds(operation, strategies) for strategies in choices],
-                [self._bytes(kept, strategies) for strategies in choices],
+                [self._bytes(held, strategies) for strategies in choices],
             )
         for index, operation in enumerate(self.operations):
             for source in {operation.source, operation.residual} - {-1}:
