@@ -473,6 +473,7 @@ def _moved_alone(ranks: Ranks, folder: Path, seed: int) -> str:
     return "whole" if values else "alone"
 
 
+@pytest.mark.extra("safetensors")
 @pytest.mark.ranks(2)
 def test_numbers_of_a_checkpoint_never_meet_other_scales(ranks: Ranks, tmp_path: Path) -> None:
     """With ``unexpected="ignore"`` and ``strict=False`` float8 numbers arrived, and the model kept its own scale."""
