@@ -16,6 +16,7 @@ from moe_models import ATTENTION, compare
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 from tp_styles.runtime.sequence import Kind
 
@@ -170,7 +171,9 @@ def test_numbered_experts_that_fsdp2_shards_are_refused_on_all_ranks(ranks: Rank
     """Before the first call and after it, by themselves and within a layer: FSDP2 loses which rank has which expert."""
     mesh, count = ranks.mesh((2, 2), ("efsdp", "ep")), 0
     tokens, experts, weights = torch.ones(4, moe.WIDTH), torch.arange(4)[:, None], torch.ones(4, 1)
-    for is_called, is_outside in itertools.product((False, True), repeat=2):
+    # FSDP2 before torch 2.13 takes no list of modules by itself, whatever forward it has.
+    ways = (False, True) if TorchVersion(torch.__version__) >= "2.13" else (True,)
+    for is_called, is_outside in itertools.product((False, True), ways):
         mixture: Any = models.seeded(lambda: moe.Mixture(5, moe.Numbered))
         tp.apply_plan(mixture.experts, mesh["ep"], tp.ExpertParallel("sharded"))
         if is_called:
@@ -182,7 +185,7 @@ def test_numbered_experts_that_fsdp2_shards_are_refused_on_all_ranks(ranks: Rank
         assert "[local-shard-as-full] expert_0." in str(error.value)
         assert "ignored_params" in str(error.value)
         count += len(set(ranks.gather(str(error.value)))) == 1
-    assert count == 4
+    assert count == 2 * len(ways)
 
 
 @pytest.mark.ranks(2)
