@@ -51,6 +51,7 @@ def recorded(model: nn.Module, x: torch.Tensor) -> int:
     return recorded_ways.measure(model, step)["beside"]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11's profiler
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_peak_of_a_layer_is_the_recorded_one(name: str) -> None:
     model, x = Net(RIGHT[name]), torch.randn(4, 8, 20, 20)
