@@ -74,9 +74,8 @@ def started(ranks: Ranks, style: Any, **settings: Any) -> tuple[dp.CompiledStep,
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_a_new_trace_is_checked_at_once(ranks: Ranks, style: Any) -> None:
     for number, kind in enumerate(("shape", "mode", "number", "frozen")):
-        semantics = ("local", "global")[
-            (number + (style == "replicate")) % 2
-        ]  # each kind under both, in one style each
+        # Each style has both semantics, and each kind has both: local in one style, global in the other.
+        semantics = ("local", "global")[(number + (style == "replicate")) % 2]
         with models.case(f"{kind} {semantics}"):
             step, model, optim = started(ranks, style, semantics=semantics)
             planted.change_graphs(step, with_sine)

@@ -1,4 +1,4 @@
-"""What a step, or code between its calls, first does with shards in a later call: right, or refused with the way on."""
+"""A later call, or code between calls, meets shards as no earlier one did: it is right, or refused with the way on."""
 
 from __future__ import annotations
 

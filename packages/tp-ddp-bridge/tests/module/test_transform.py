@@ -218,7 +218,7 @@ def test_reads_and_draws_of_a_full_weight_are_refused_on_shards(ranks: Ranks) ->
     leaves = dict(model.named_parameters())
     before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
     reads = [name for func, name in FULL_READS.items() if getattr(torch.Tensor, name, None) is func]
-    if torch.__version__ >= "2.15":
+    if torch.__version__ >= "2.14":
         reads.remove("qr")  # the method raises on every tensor there: torch.linalg.qr replaced it
     assert {"norm", "std", "mean", "max", "sort", "svd", "normal_", "uniform_"} <= set(reads) and len(reads) > 50
     leaf = leaves["up.weight"]

@@ -16,7 +16,6 @@ from moe_models import ATTENTION, compare
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 from tp_styles.runtime.sequence import Kind
 
@@ -172,7 +171,7 @@ def test_numbered_experts_that_fsdp2_shards_are_refused_on_all_ranks(ranks: Rank
     mesh, count = ranks.mesh((2, 2), ("efsdp", "ep")), 0
     tokens, experts, weights = torch.ones(4, moe.WIDTH), torch.arange(4)[:, None], torch.ones(4, 1)
     # FSDP2 before torch 2.13 takes no list of modules by itself, whatever forward it has.
-    ways = (False, True) if TorchVersion(torch.__version__) >= "2.13" else (True,)
+    ways = (False, True) if models.TORCH >= (2, 13) else (True,)
     for is_called, is_outside in itertools.product((False, True), ways):
         mixture: Any = models.seeded(lambda: moe.Mixture(5, moe.Numbered))
         tp.apply_plan(mixture.experts, mesh["ep"], tp.ExpertParallel("sharded"))

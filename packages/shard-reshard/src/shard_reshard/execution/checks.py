@@ -108,7 +108,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return True
     strides = tensor.stride()  # no Python loop: every replay calls this
     last = sum(map(mul, tensor.shape, strides)) - sum(strides)
-    return (int(tensor.storage_offset() + last + 1) * tensor.element_size()) <= tensor.untyped_storage().nbytes()
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def destination_problems(

@@ -466,7 +466,7 @@ class PreparedCall:
                 if recv.written is not None and not recv.written.is_inference():
                     # Autograd does not see writes of a collective: mark graphs that saved the tensor as stale.
                     torch.autograd.graph.increment_version(recv.written)
-                work = collective(recv.received, send.sent, recv.splits, send.splits, (async_op or overlaps))
+                work = collective(recv.received, send.sent, recv.splits, send.splits, async_op or overlaps)
                 posted = InFlight(work, number, send, recv)
             if recv.staying and not exchange.late:
                 foreach_copy_(recv.staying, send.staying)

@@ -331,7 +331,7 @@ def plan_state_dict(
         ]
     if problems:
         raise PlanError(condensed(problems))
-    order = {name: at for at, name in enumerate(sources)}  # stable: parts of a source stay in their order
+    order = {name: at for at, name in enumerate(sources)}  # sorted() keeps parts of one source in their order
     routes = sorted(chain.from_iterable(by_target.values()), key=lambda route: order[route.source])
     tied = any(meta.tied_to != name for name, meta in sources.items())
     aliases = _aliases(sources, where.outs, by_target, routes, targets) if tied else {}
