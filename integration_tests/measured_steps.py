@@ -100,12 +100,31 @@ class Settled:
     """Finishes each collective at once: torch's profiler misses a tensor that a thread of gloo frees."""
 
     def around(self, call: intercept.Call, execute: intercept.Execute) -> Any:
-        """Run the collective, and wait until gloo's thread holds none of its tensors."""
-        result = execute(call.arguments)
-        work = result[1] if isinstance(result, tuple) else result
-        (work if isinstance(work, dist.Work) else dist.Work.unbox(work)).wait()
-        time.sleep(0.003)
-        return result
+        """Run the collective, and wait until gloo's thread holds none of its tensors: the last to let go frees them."""
+        tensors = [*intercept.tensors_in(list(call.arguments.values()))]
+        before = holders(tensors)
+        outputs = outputs_of(execute(call.arguments))
+        until = time.monotonic() + 30
+        while any(now > then for now, then in zip(holders(tensors), before, strict=True)):
+            assert time.monotonic() < until, f"a thread of gloo keeps the tensors of {call.op}"
+            time.sleep(0.0005)
+        done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        done.set_result([])
+        # gloo's own handle would hold the tensors until it is freed
+        handle = torch._C._distributed_c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
+        return handle if outputs is None else (outputs, handle)
+
+
+def holders(tensors: list[Any]) -> list[int]:
+    """Return how many references of C++ each tensor has; its Python object counts as one."""
+    return [each._use_count() for each in tensors]
+
+
+def outputs_of(result: Any) -> Any:
+    """Wait for a collective, and return its outputs, or None; its handle ends with this function."""
+    outputs, work = result if isinstance(result, tuple) else (None, result)
+    (work if isinstance(work, dist.Work) else dist.Work.unbox(work)).wait()
+    return outputs
 
 
 def peak_of(step: Callable[[], None], model: nn.Module) -> int:
