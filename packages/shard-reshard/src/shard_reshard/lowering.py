@@ -52,7 +52,8 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
                     "invalid-argument",
                     "max_workspace_bytes",
                     found=reason,
-                    hint=f"allow at least {least:,} bytes ({human(least)}); a MiB or more keeps the rounds few",
+                    hint=f"allow at least {least:,} bytes ({human(least)}), by bucket_bytes= where a state dict or a "
+                    "file moves; a MiB or more keeps the rounds few",
                 )
             rounds = max(rounds, -(-total // room))
     return rounds
