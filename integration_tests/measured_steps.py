@@ -299,6 +299,9 @@ def page(steps: list[dict[str, Any]]) -> str:
         "without the parameters' gradients; collectives are those that pass the process groups, by operation, their "
         "counts and bytes.",
         "",
+        "What is refused, the page of [tp-styles](tp-styles-families.md) names: a shard of several sections cannot be "
+        "sharded again by FSDP2.",
+        "",
         "| way | steps | refused | state exact | peak within 3 % | collectives within 1 % |",
         "|---|---|---|---|---|---|",
     ]
