@@ -340,15 +340,17 @@ def _many_tensors(rank: int, repeats: int) -> list[dict[str, str]]:
         "sharded": lambda: [_reshard_sharded(t, 0, 1, list(range(RANKS))) for t in sharded],
     }
     times = _interleaved(calls, repeats)
+    # A few milliseconds each, with more ranks than cores: the median of 7 lies anywhere between 1.05x and 2.3x.
+    short = _interleaved({name: calls[name] for name in ("fused", "floor", "raw")}, 20 * repeats)
     raw = (
-        f"raw {_ms(times['raw'])}, floor {_ms(times['floor'])}: packing in one call of torch._foreach_copy_, raw, "
-        f"unpacking in another; ours {_ms(times['fused'])}, {_ratio(times, 'fused', 'raw'):.1f}x of raw alone"
+        f"raw {_ms(short['raw'])}, floor {_ms(short['floor'])}: packing in one call of torch._foreach_copy_, raw, "
+        f"unpacking in another; ours {_ms(short['fused'])}, {_ratio(short, 'fused', 'raw'):.1f}x of raw alone"
     )
     rows = [
         _row(
             "150 DTensors of 56 KiB, one plan kept, out=, against the floor",
             "<= 1.25x",
-            f"{_ratio(times, 'fused', 'floor'):.2f}x",
+            f"{_ratio(short, 'fused', 'floor'):.2f}x",
             raw,
         ),
         _row(
