@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from tp_styles.check import checker
 
@@ -155,3 +157,23 @@ def test_a_rank_that_catches_its_error_and_goes_on(ranks: Ranks) -> None:
         model(x)
     fault.rank = -1
     model(x).sum().backward()
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize(
+    ("place", "named"), [("first", r"first\.down ->"), ("backward", r"first\.up, second\.up\(input\)")]
+)
+def test_a_rank_that_waits_in_a_later_call_names_the_layer(ranks: Ranks, place: str, named: str) -> None:
+    """A later call exchanges nothing of its own: the group's timeout ends it, here after two seconds."""
+    group, _ = dist.new_subgroups_by_enumeration([[0, 1]], timeout=datetime.timedelta(seconds=2))
+    mesh = DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("tp",))
+    x, fault = torch.ones(2, WIDTH, requires_grad=True), Fault()
+    model: Any = models.seeded(lambda: Net(fault))
+    tp.apply_plan(model, mesh, PLAN)
+    for _ in range(2):
+        model(x).sum().backward()
+    fault.place, fault.rank, fault.act = place, SECOND, raises
+    text = rf"a parallel style at {named} over the mesh axis tp: all_reduce failed on rank 0: another rank died, or"
+    expected = pytest.raises(KeyError) if ranks.rank == SECOND else pytest.raises(RuntimeError, match=text)
+    with expected:
+        model(x).sum().backward()

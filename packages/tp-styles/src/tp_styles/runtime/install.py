@@ -244,7 +244,7 @@ def share_inputs(model: nn.Module, plan: TPPlan, axis: TPGroup) -> None:
             forwards = [vars(model.get_submodule(name))["forward"] for name in columns]
             moves = [next(iter(vars(model.get_submodule(name))["forward"].moves.values())) for name in ends]
             first = next(iter(forwards[0].moves.values()))
-            block = BlockInput(first.flow, axis, first.name, moves[-1])
+            block = BlockInput(first.flow, axis, ", ".join(columns) + first.name.removeprefix(columns[0]), moves[-1])
             for forward in forwards:
                 forward.enter = forward.moves[next(iter(forward.moves))] = block
             for move in moves:

@@ -203,7 +203,8 @@ class Redistribute:
         self.uneven = uneven
         self.sections = None if flow.split is None or flow.split.is_single else flow.split
         self.flow = flow
-        self.axis = axis
+        # Errors of a waiting rank name the place in the model; a loss has named its axis itself.
+        self.axis = axis if name in ("", axis.subject) else TPGroup(axis.mesh, f"a parallel style at {name}")
         self.name = name
         self.inplace_ok = inplace_ok
         self.is_even = axis.size == 1
