@@ -402,26 +402,38 @@ def parameter_like(value: torch.Tensor, old: torch.Tensor) -> torch.nn.Parameter
 
 
 def refuse_before(operator: Any, refuse: Callable[[Any, Any], None]) -> None:
-    """Call a function, which may raise, with an operator and its arguments before it runs on DTensors.
+    """Call a function, which may raise, with an operator and its arguments before it runs on DTensors."""
 
-    Torch has a table of handlers by operator; what passes is torch's own.
+    def checked(call: Callable[[], Any], op: Any, args: Any) -> Any:
+        refuse(op, args)
+        return call()
+
+    wrap_operator(operator, checked)
+
+
+def wrap_operator(operator: Any, around: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
+    """Run an operator on DTensors within a function, which gets the call, the operator and its arguments.
+
+    Torch has a table of handlers by operator; the call is torch's own.
     """
     from torch.distributed.tensor import DTensor
 
     table: Any = DTensor._op_dispatcher._custom_op_handlers
     torchs = table.get(operator)
 
-    def checked(op: Any, args: Any, kwargs: Any) -> Any:
-        refuse(op, args)
-        if torchs is not None:
-            return torchs(op, args, kwargs)
-        table.pop(operator, None)  # torch looks the handler up in each dispatch: without one the call is its own
-        try:
-            return op(*args, **kwargs)
-        finally:
-            table[operator] = checked
+    def handler(op: Any, args: Any, kwargs: Any) -> Any:
+        def call() -> Any:
+            if torchs is not None:
+                return torchs(op, args, kwargs)
+            table.pop(operator, None)  # torch looks the handler up in each dispatch: without one the call is its own
+            try:
+                return op(*args, **kwargs)
+            finally:
+                table[operator] = handler
 
-    table[operator] = checked
+        return around(call, op, args)
+
+    table[operator] = handler
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

@@ -39,6 +39,7 @@ from dp_partition.capture.tracer import user_line
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import copy_from_first, full_copies
+from dp_partition.runtime.gathered import refuse_writes
 from dp_partition.runtime.saving import COPY, PICKLE, mark_parameters, mark_states, place_loaded, running
 
 ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
@@ -428,8 +429,10 @@ def refuse_reads() -> None:
     """Refuse parts of placed tensors in the place of full ones, once for the process: where a model is placed."""
     aten = torch.ops.aten
     refuse_before(aten._local_scalar_dense.default, _refuse_part)
-    for operator in (aten.copy_.default, aten.sub.Tensor, aten._foreach_lerp_.Scalar):  # those of averages of weights
+    of_averages = aten.copy_.default, aten.sub.Tensor, aten._foreach_lerp_.Scalar
+    for operator in (*of_averages, aten.index_put_.default, aten.masked_fill_.Scalar):
         refuse_before(operator, _refuse_mixture)
+    refuse_writes()
 
 
 def hook_placed(
