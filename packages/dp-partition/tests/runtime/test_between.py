@@ -132,6 +132,10 @@ def test_numbers_of_shards_between_calls(ranks: Ranks, door: Any) -> None:
     assert float(model[0].weight.detach().norm()) > 0
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="before torch 2.13 operators on a subclass of DTensor do not reach it",
+)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("door", [dp.distribute, dp.compile])
 def test_no_write_through_a_view_is_lost(ranks: Ranks, door: Any) -> None:

@@ -1,6 +1,7 @@
 """Views that torch makes of gathered rows: a write to one reaches no shard, so between calls it is refused.
 
 `weight[0]` of a weight in shards by rows is a copy on every rank. Within a call of a step its own traps see to writes.
+Before torch 2.13 operators on a subclass of DTensor do not reach it: there such a write is lost as in torch itself.
 """
 
 from __future__ import annotations
