@@ -64,6 +64,10 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "indices": lambda w: w.__setitem__([0, 1], 0.0),
     "elementwise": lambda w: w.mul_(2.0),
 }
+DRAWS: tuple[Callable[[Any], Any], ...] = (
+    *(nn.init.normal_, nn.init.xavier_uniform_, nn.init.trunc_normal_, torch.randn_like, torch.rand_like),
+    *(torch.bernoulli, nn.functional.dropout, lambda w: w.data.uniform_(), lambda w: w.detach().bernoulli_(0.5)),
+)
 LOOKS: dict[str, Callable[[Any], Any]] = {
     "row": lambda w: w[0],
     "rows": lambda w: w[2:7] * 2,
@@ -170,6 +174,9 @@ def test_no_write_through_a_view_is_lost(ranks: Ranks, door: Any) -> None:
     assert sum(outcomes.values()) + len(named) == 2 * len(WRITES), outcomes
     assert len(named) >= 56 and outcomes["right"] >= 10, (len(named), outcomes)
     assert all("within `with step.unsharded():`" in text for text in named)
+    for draw in DRAWS:  # each rank would draw the same rows
+        with pytest.raises(dp.PlanError, match=r"draw the same rows .*test_between.py.*unsharded"):
+            draw(model[0].weight)
     first = model[0].weight[0].sum()  # a gradient through such a view arrives
     gradient: Any = torch.autograd.grad(first, [model[0].weight])[0]
     assert torch.equal(gradient.full_tensor()[0], torch.ones(6).double()) and int(gradient.full_tensor().sum()) == 6

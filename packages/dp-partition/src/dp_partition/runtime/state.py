@@ -397,6 +397,8 @@ def _refuse_copy(name: str, *_: Any) -> NoReturn:
     )
 
 
+aten = torch.ops.aten
+_LIKE = aten.rand_like.default, aten.randn_like.default, aten.bernoulli.default, aten.native_dropout.default
 _WHOLE = "within `with step.unsharded():`, which every rank enters"
 
 
@@ -424,14 +426,24 @@ def _refuse_mixture(operator: Any, args: Any) -> None:
         raise PlanError(Problem("local-shard-as-full", found=reason, hint=f"do it {_WHOLE}: parameters are full there"))
 
 
+def _refuse_draw(operator: Any, args: Any) -> None:
+    """Refuse a draw on shards between calls, as in ``nn.init.normal_(weight)``: a CPU has no generator by shards."""
+    value: DTensor = args[0]
+    is_placed = PICKLE in vars(value.device_mesh) and any(place.is_shard() for place in value.placements)
+    if is_placed and value.device.type == "cpu" and threading.get_ident() not in running:
+        reason = f"ranks with one seed draw the same rows of a tensor in shards ({operator}){user_line()}"
+        raise PlanError(Problem("local-shard-as-full", found=reason, hint=f"draw {_WHOLE}: parameters are full there"))
+
+
 @functools.cache
 def refuse_reads() -> None:
     """Refuse parts of placed tensors in the place of full ones, once for the process: where a model is placed."""
-    aten = torch.ops.aten
     refuse_before(aten._local_scalar_dense.default, _refuse_part)
     of_averages = aten.copy_.default, aten.sub.Tensor, aten._foreach_lerp_.Scalar
     for operator in (*of_averages, aten.index_put_.default, aten.masked_fill_.Scalar):
         refuse_before(operator, _refuse_mixture)
+    for operator in (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, *_LIKE):
+        refuse_before(operator, _refuse_draw)
     refuse_writes()
 
 
