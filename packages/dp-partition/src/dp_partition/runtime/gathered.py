@@ -15,13 +15,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import is_in_backward, pytree, wrap_operator
+from dp_partition._torch_compat import is_in_backward, pytree
 from dp_partition.capture.tracer import user_line
 from dp_partition.runtime.saving import PICKLE, running
 
 _aten = torch.ops.aten
 # Views of one dim, of which torch gathers rows that are spread; a transposed shard, say, is a view of the shard.
-_VIEWS = (
+VIEWS = (
     *(_aten.select.int, _aten.slice.Tensor, _aten.unbind.int, _aten.diagonal.default, _aten.view.default),
     *(_aten.split.Tensor, _aten.split_with_sizes.default),
 )
@@ -69,15 +69,10 @@ def marked(result: Any, is_copy: Callable[[DTensor], bool]) -> Any:
     return result
 
 
-def _view(call: Callable[[], Any], operator: Any, args: Any) -> Any:
+def view_of(call: Callable[[], Any], operator: Any, args: Any) -> Any:
+    """Return the view that an operator makes of a DTensor, marked where it holds a copy of placed rows."""
     result, source = call(), args[0]
     if PICKLE not in vars(source.device_mesh) or threading.get_ident() in running or is_in_backward():
         return result
     memory = storage_of(source)
     return marked(result, lambda x: storage_of(x) != memory)
-
-
-def refuse_writes() -> None:
-    """Mark views that hold copies, from now on and in the whole process."""
-    for operator in _VIEWS:
-        wrap_operator(operator, _view)

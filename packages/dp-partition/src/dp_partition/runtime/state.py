@@ -32,6 +32,7 @@ from dp_partition._torch_compat import (
     storage_keys,
     without_fsdp,
     without_fsdp_in,
+    wrap_operator,
 )
 from dp_partition.capture.reach import Reach
 from dp_partition.capture.state import StepState, hooked_parameters, initial_state
@@ -39,7 +40,7 @@ from dp_partition.capture.tracer import user_line
 from dp_partition.plan.placements import chunk_bounds, local_shape, on_mesh, shard_rank, shard_world
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runtime.consensus import copy_from_first, full_copies
-from dp_partition.runtime.gathered import refuse_writes
+from dp_partition.runtime.gathered import VIEWS, view_of
 from dp_partition.runtime.saving import COPY, PICKLE, mark_parameters, mark_states, place_loaded, running
 
 ASSIGNED = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
@@ -444,7 +445,8 @@ def refuse_reads() -> None:
         refuse_before(operator, _refuse_mixture)
     for operator in (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, *_LIKE):
         refuse_before(operator, _refuse_draw)
-    refuse_writes()
+    for operator in VIEWS:
+        wrap_operator(operator, view_of)
 
 
 def hook_placed(
