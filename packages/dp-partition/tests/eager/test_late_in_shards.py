@@ -48,12 +48,45 @@ def penalizes_gradients(model: Any, optim: Any, x: torch.Tensor, call: int) -> A
     return finish(optim, loss)
 
 
+def takes_gradients(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
+    loss = model(x).square().mean()
+    if call != 4:
+        return finish(optim, loss)
+    parameters = list(model.parameters())
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):  # taken
+        p.grad = gradient
+    optim.step()
+    return loss.detach()
+
+
+def passes_inputs(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
+    loss = model(x).square().mean()
+    if call != 4:
+        return finish(optim, loss)
+    loss.backward(inputs=list(model[0].parameters()))  # of one layer
+    optim.step()
+    return loss.detach()
+
+
+def passes_inputs_by_place(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
+    loss = model(x).square().mean()
+    if call != 4:
+        return finish(optim, loss)
+    torch.autograd.backward(loss, None, None, False, None, list(model.parameters()))  # by place
+    optim.step()
+    return loss.detach()
+
+
 @pytest.mark.ranks(2)
 def test_what_a_later_call_needs_in_full_is_refused_by_all_ranks(ranks: Ranks) -> None:
     rows = slice(4 * ranks.rank, 4 * ranks.rank + 4)
     refused = {
         calls_a_function_of_the_model: r"parameter-replaced.*weight: another tensor.*call it in call 1",
         penalizes_gradients: r"full-parameters.*test_late_in_shards.py:\d+.*# a penalty.*take them in call 1",
+        # Without the refusal no gradient reached a shard, and these parameters trained no more.
+        takes_gradients: r"full-parameters.*test_late_in_shards.py:\d+.*# taken.*take them in call 1",
+        passes_inputs: r"full-parameters.*test_late_in_shards.py:\d+.*# of one layer.*take them in call 1",
+        passes_inputs_by_place: r"full-parameters.*test_late_in_shards.py:\d+.*# by place.*take them in call 1",
     }
     for function, text in refused.items():
         model = made()

@@ -46,6 +46,7 @@ from dp_partition._torch_compat import (
 )
 from dp_partition.capture.fingerprint import fingerprint
 from dp_partition.capture.reach import Reach
+from dp_partition.capture.tracer import user_line
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.plan.placements import shard_world
 from dp_partition.plan.plan import Settings
@@ -489,6 +490,8 @@ class ClosedTraps:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             is_ours = threading.get_ident() in running or is_in_backward()  # that may have threads of its own
+            if is_ours and func is GRAD:
+                refuse_inputs("grad", (args[1:2], kwargs.get("inputs")))
             if is_ours and args and isinstance(args[0], list | tuple):
                 return of_each_kind(func, args, kwargs)
             first = args[0] if is_ours and args else None
@@ -553,6 +556,27 @@ def _compare_in_call(optimizer: Optimizer) -> None:
 COMPARED = "_dp_partition_compared"  # attribute of optimizers that need no comparison at their steps
 # From now on optimizers are compared at their first step of shards; installed once for the process.
 compare_optimizers = functools.cache(partial(register_optimizer_step_pre_hook, _before_step))
+
+
+GRAD = torch.autograd.grad
+
+
+def refuse_inputs(call: str, inputs: Any) -> None:
+    """Refuse shards as inputs of a backward pass: FSDP2's graph holds gathered copies, and no gradient reaches them."""
+    if any(isinstance(x, DTensor) for x in pytree.tree_leaves(inputs)):
+        hint = 'take them in call 1, too, which keeps parameters full; or use style="replicate"'
+        reason = f"{call}() takes parameters for inputs since they are in shards{user_line()}"
+        raise PlanError(Problem("full-parameters", found=reason, hint=hint))
+
+
+def without_shards(backward: Callable[..., None]) -> Callable[..., None]:
+    """Return `torch.autograd.backward`, which refuses shards in ``inputs=``."""
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        refuse_inputs("backward", (args[5:6], kwargs.get("inputs")))
+        backward(*args, **kwargs)
+
+    return checked
 
 
 def of_each_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
