@@ -105,6 +105,31 @@ def test_what_a_later_call_needs_in_full_is_refused_by_all_ranks(ranks: Ranks) -
         step.release()
 
 
+def logs_extremes(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
+    loss = model(x).square().mean()
+    loss.backward()
+    optim.step()
+    if call < 4:
+        return 0.0
+    extremes = [p.abs().max().item() + p.grad.min().item() + p.amax().item() for p in model.parameters()]
+    optim.zero_grad()
+    return sum(extremes)
+
+
+@pytest.mark.ranks(2)
+def test_extremes_of_parameters_with_fewer_rows_than_ranks(ranks: Ranks) -> None:
+    """A later call logs them: the rank without a row of the last bias raised alone, and the other one waited."""
+    alone, model = made(), made()
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    step = dp.distribute(logs_extremes, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    rows = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+    for call in range(CALLS):
+        wanted = logs_extremes(alone, optims[0], batch(call), call)
+        number = step(model, optims[1], batch(call)[rows], call)
+        assert number == pytest.approx(wanted, abs=1e-12), call
+    step.release()
+
+
 def averaging() -> Callable[..., Any]:
     """Gradients are smoothed by those of earlier calls: a dict has them from the first call on."""
     smooth: dict[str, torch.Tensor] = {}

@@ -500,7 +500,7 @@ class ClosedTraps:
                 args = with_numbers(args)
             if name == "__get__" or not is_ours or not args or not isinstance(args[0], DTensor):
                 return func(*args, **kwargs)
-            if func in cls._READS:
+            if func in cls._READS or (name in _EXTREMES and has_empty_shard(args[0])):
                 args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
             elif func == torch.Tensor.__reduce_ex__:
                 return reduced_in_step(args[0], *args[1:])
@@ -559,6 +559,15 @@ compare_optimizers = functools.cache(partial(register_optimizer_step_pre_hook, _
 
 
 GRAD = torch.autograd.grad
+# Of no elements torch knows no extreme: a rank without rows of a short parameter would raise alone.
+_EXTREMES = frozenset(["max", "min", "amax", "amin", "aminmax", "argmax", "argmin"])
+
+
+def has_empty_shard(tensor: DTensor) -> bool:
+    """Return True if some rank holds no element of a placed tensor; all ranks know."""
+    worlds = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    dims = [(tensor.shape[place.dim], world) for place, world in worlds if isinstance(place, Shard)]
+    return any((world - 1) * -(-size // world) >= size for size, world in dims)
 
 
 def refuse_inputs(call: str, inputs: Any) -> None:
