@@ -92,6 +92,37 @@ def test_groups_of_one_instance_and_optimizers_by_pattern() -> None:
     assert PLAN.memory(model, optimizer=both[1]).on(0)["optimizer"] == state_bytes(both[1])  # the rest has no state
 
 
+class Lists(torch.optim.Optimizer):
+    """An optimizer without foreach, whose state is in a list and a dict, as that of Shampoo."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state.setdefault("factors", [torch.zeros_like(p), torch.zeros_like(p)])
+            state.setdefault("by name", {"root": torch.zeros_like(p)})
+            p.add_(p.grad * 2 + 1)
+
+
+def test_state_in_lists_counts_and_temporaries_come_one_at_a_time() -> None:
+    memory = PLAN.memory(net(), torch.zeros(4, 8, dtype=torch.long), optimizer=Lists)
+    assert memory.on(0)["optimizer"] == 3 * sum(p.nbytes for p in net().parameters())
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    on_gpu = PLAN.memory(model, torch.zeros(1, 256, device="meta"), optimizer=Lists)
+    temporaries = on_gpu.max_bytes - PLAN.memory(model, optimizer=Lists).max_bytes
+    assert on_gpu.moment == "optimizer" and 0 < temporaries <= 3 * 256 * 256 * 4, on_gpu.on(0)
+
+
+@pytest.mark.parametrize("wrong", [{"slots": -9}, {"row_slots": 1.5}, {"dtype": "bogus"}, {"master": "bf16"}])
+def test_wrong_states_are_refused_by_field(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=rf"invalid-argument.*OptimizerState.{next(iter(wrong))}"):
+        OptimizerState("mine", **wrong)
+
+
 def test_wrong_optimizers_are_refused_with_a_way_on() -> None:
     model = net()
     wrong: list[tuple[Any, str]] = [

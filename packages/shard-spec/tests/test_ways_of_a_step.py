@@ -99,6 +99,10 @@ def test_gradients_count_when_they_are_made() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"acumulate": 4, "snyc": "last"}, r"(?s)acumulate: no option of a step -> accumulate.*snyc.*sync"),
+        ({"reshard": False}, "reshard: no option of a step .*reshard_after_forward"),
+        ({"reshard_after_forward": 2}, "a number of ranks, onto which fully_shard would reshard, is not counted"),
+        ({"mp_policy": "bfloat16"}, "wrong-type.*MixedPrecisionPolicy"),
         ({"accumulate": 0}, "1 or more"),
         ({"accumulate": True}, "1 or more"),
         ({"sync": "never"}, "sync"),
@@ -112,9 +116,15 @@ def test_gradients_count_when_they_are_made() -> None:
 )
 def test_wrong_options_of_a_step_are_refused(options: dict[str, Any], message: str) -> None:
     plan = FullyShardPlanner({"fsdp": 2}, "fsdp").build_plan(Net())
-    for call in (plan.memory, plan.communication):
+    x = torch.zeros(2, 8)
+    for call in (plan.memory, plan.communication, plan.activations, plan.cost):
         with pytest.raises(PlanError, match=message):
-            call(Net(), torch.zeros(2, 8), **options)
+            call(Net(), x, **options)
+    for static in (
+        (plan.memory, plan.communication) if "wraps" not in message else ()
+    ):  # which effects it has, a step says
+        with pytest.raises(PlanError, match=message):
+            static(Net(), **options)
 
 
 def test_options_of_fully_shard_have_no_effect_on_a_replicated_plan() -> None:
@@ -122,6 +132,24 @@ def test_options_of_fully_shard_have_no_effect_on_a_replicated_plan() -> None:
     for options in ({"reshard_after_forward": False}, {"mp_policy": {"param_dtype": "bfloat16"}}):
         with pytest.raises(PlanError, match="no data axis of several ranks shards parameters"):
             plan.memory(Net(), torch.zeros(2, 8), **options)
+
+
+def test_parameters_that_no_gradient_reaches_are_named() -> None:
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher, self.student = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                wanted = self.teacher(x)
+            loss: torch.Tensor = (self.student(x) - wanted).square().mean()
+            return loss
+
+    plan = ShardingPlan({}, mesh={"dp": 1})
+    memory = plan.memory(Distilled(), torch.zeros(2, 8))
+    assert [note for note in memory.notes if "no gradient reaches 2 parameters" in note and "teacher.weight" in note]
+    assert not [note for note in plan.memory(Net(), torch.zeros(2, 8)).notes if "no gradient" in note]
 
 
 def test_attention_of_other_threads_keeps_its_kernel() -> None:

@@ -144,6 +144,11 @@ def _cost(
         if any(problem.code not in ("does-not-divide", "conflicting-arguments") for problem in error.problems):
             raise
         return Candidate(text, planner, refused=error.problems[0].found)
+    except Exception as error:  # a forward of other inputs
+        line = (str(error).splitlines() or [""])[0][:200]  # torch's errors have many lines
+        return Candidate(
+            text, planner, refused=f"forward on token ids {arguments.batch}: {type(error).__name__}: {line}"
+        )
     fits = None if limit is None else memory.max_bytes <= limit
     notes = tuple(dict.fromkeys((*memory.notes, *memory.assumptions, *moved.assumptions)))
     return Candidate(
@@ -178,10 +183,12 @@ def _verdict(rows: list[Candidate], arguments: argparse.Namespace) -> str:
     if not good:
         return "no combination can be planned"
     if good[0].fits is False:
-        least = min(good, key=lambda row: row.peak_bytes or 0)
+        # The state alone of a step that was not simulated, as it did not fit, is no peak beside those of steps.
+        least = min(good, key=lambda row: (row.moment is None, row.peak_bytes or 0))
         ways = "more ranks" if arguments.checkpointing or not arguments.batch else "--checkpointing, or more ranks"
         size = human_bytes(least.peak_bytes or 0)
-        return f"nothing fits: the least is {size} with {least.planner} on {least.mesh}; try {ways}"
+        of = "" if least.moment else ", its state alone,"
+        return f"nothing fits: the least is {size}{of} with {least.planner} on {least.mesh}; try {ways}"
     counted = "" if arguments.batch else "; activations are not counted: pass --batch"
     by = "time" if good[0].seconds else "bytes sent"
     mesh, planner = good[0].mesh.replace(" ", ""), good[0].planner

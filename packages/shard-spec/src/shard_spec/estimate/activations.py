@@ -16,7 +16,7 @@ import inspect
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -244,12 +244,26 @@ def _simulated(
                 handle.remove()
     if not skipped.is_complete:
         return None
+    step.notes += _unreached(
+        resolution.metadata, skipped.names, {n for n, t in state.items() if memory_of(t) in flow.reached}
+    )
     for groups in repeated:
         log = expanded(flow.timeline.log, groups)
         if log is None:
             return None
         flow.timeline.log = log
     return step
+
+
+def _unreached(metadata: ModelMetadata, skipped: Iterable[str], reached: set[str]) -> list[str]:
+    """Return a note on parameters that no gradient reaches, such as a teacher's under ``no_grad``."""
+    left = tuple(f"{name}." for name in skipped)  # blocks that count as others do
+    silent = [t.name for t in metadata.parameters if t.trains and t.name not in reached and not t.name.startswith(left)]
+    if not silent or not reached:
+        return []
+    names = ", ".join(silent[:3]) + (", ..." if len(silent) > 3 else "")
+    counted = "their gradients, optimizer state and messages are counted: an upper bound"
+    return [f"no gradient reaches {len(silent)} parameters in this step ({names}); {counted}"]
 
 
 class Step(nn.Module):
@@ -599,6 +613,7 @@ class _Flow:
     def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool) -> None:
         self.weights = weights  # by memory of a parameter or buffer
         self._gathers = gathers  # scores over a sharded vocabulary
+        self.reached: set[int] = set()  # memory of parameters that got a gradient
         self.workspaces: set[str] = set()  # operators whose kernels on a CPU allocate more than is counted
         self.timeline = Timeline()
         self.alive: dict[int, Allocation] = {}  # by memory
@@ -760,6 +775,7 @@ class _Flow:
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """Leave a gradient to the exact count, or to its unit until it is scattered."""
+        self.reached.add(memory_of(parameter))
         if parameter.grad is None:
             return  # added to the gradient of earlier batches
         if parameter.grad.layout != torch.strided:

@@ -26,7 +26,7 @@ from shard_spec.estimate.optimizers import (
     owned_by_ranks,
     redundancy_free,
 )
-from shard_spec.estimate.step_options import StepOptions, unit_transfers
+from shard_spec.estimate.step_options import StepOptions, check_options, unit_transfers
 from shard_spec.formatting import Table, bytes_of, human_ranks
 from shard_spec.layout import Layout, MeshSpec
 from shard_spec.plan.resolve import ModelMetadata, Resolution, TensorMetadata, require_floating
@@ -128,7 +128,9 @@ class Memory:
             own = [at for at, of in enumerate(stage_of) if of == stage]
             shares, gradients = (each.gathered_bytes, each.loss_bytes), [self.parts["gradients"][at] for at in own]
             peak, moment, to_come = (each.peak_bytes - sum(shares), *shares, 0), each.moment, each.to_come
-            allocated = max((self._steps[at % len(self._steps)][0 if foreach else 1] for at in own), default=0)
+            # A class without foreach steps one tensor after another on any device.
+            temporaries = [self._steps[at % len(self._steps)] for at in own]
+            allocated = max((max(pair) if foreach else pair[1] for pair in temporaries), default=0)
             if allocated > each.peak_bytes - to_come * max(gradients, default=0):
                 peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
             for at, gradient in zip(own, gradients, strict=True):  # the fullest rank's figure on all of the stage
@@ -259,6 +261,7 @@ def memory_of(
 ) -> Memory:
     """Return the bytes per rank of a resolved plan; ``module`` is needed for an optimizer's instance."""
     options = options or {}
+    check_options(options)
     dtype = options.get("dtype")
     require_floating(grads, dtype)
     choice = choose_optimizer(optimizer, resolution.metadata, module)

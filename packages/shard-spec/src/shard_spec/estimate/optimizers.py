@@ -25,8 +25,9 @@ from torch import nn
 from shard_spec._shared.dtypes import ITEM_BYTES
 from shard_spec._shared.owners import owners_of, update_work
 from shard_spec._shared.patterns import Pattern
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._torch_compat import live_bytes_of
+from shard_spec.estimate.step_options import tensors_of
 from shard_spec.layout import InterleavedShard, Layout
 from shard_spec.plan.resolve import ModelMetadata, TensorMetadata
 
@@ -63,6 +64,23 @@ class OptimizerState:
     row_slots: int = 0
     factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     on_owners: bool = False
+
+    def __post_init__(self) -> None:
+        counts = {"slots": self.slots, "scalar_bytes": self.scalar_bytes, "step_slots": self.step_slots}
+        counts |= {"block": self.block, "smallest": self.smallest, "row_slots": self.row_slots}
+        wrong: list[tuple[str, object, str]] = [
+            (name, count, "a number, 0 or more")
+            for name, count in counts.items()
+            if type(count) is not int or count < 0
+        ]
+        kinds = {"dtype": self.dtype, "master": self.master}
+        wrong += [
+            (name, kind, ", ".join(ITEM_BYTES)) for name, kind in kinds.items() if kind not in (None, *ITEM_BYTES)
+        ]
+        raise_problems(
+            Problem("invalid-argument", f"OptimizerState.{name}", found=repr(value), hint=hint)
+            for name, value, hint in wrong
+        )
 
     def cost(self, local: Shape, full: Shape, dtype: str) -> OptimizerCost:
         """Return the bytes for one parameter.
@@ -287,7 +305,7 @@ def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: S
         parameter.grad = torch.empty_like(parameter)
         optimizer = factory([parameter], **mode)
         peak = live_bytes_of(optimizer.step)
-        state = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
+        state = [*tensors_of(optimizer.state[parameter])]  # of lists and dicts too, as Shampoo keeps
         num_bytes = sum(each.nbytes for each in state)
         return num_bytes, any(each.shape != shape and each.numel() > 1 for each in state), max(peak - num_bytes, 0)
 
@@ -295,7 +313,7 @@ def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: S
     hint = "pass a mapping from patterns to optimizers ('whole-muon': Muon by WholeMatrices), or OptimizerState(...)"
     try:
         num_bytes, factored, loop = run(local, **({"foreach": False} if accepts else {}))
-        step = run(local, foreach=True)[2] if accepts else loop
+        step = run(local, foreach=True)[2] if accepts else 0  # without foreach one tensor comes after another
     except Exception as error:  # another library's code
         line = (str(error).splitlines() or [""])[0][:200]
         raise PlanError(

@@ -18,6 +18,7 @@ use and one reduction of its gradients.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -94,6 +95,9 @@ def policy_of(options: StepOptions) -> dict[str, str | None]:
                    for key in policy if key not in POLICY]  # fmt: skip
         raise_problems(unknown)
         return {key: policy.get(key) for key in POLICY}
+    if not any(hasattr(policy, key) for key in POLICY):
+        hint = f"MixedPrecisionPolicy, or a mapping of {', '.join(POLICY)}"
+        raise PlanError(Problem("wrong-type", "mp_policy", found=repr(policy), hint=hint))
     dtypes = {key: getattr(policy, key, None) for key in POLICY}
     return {key: None if dtype is None else str(dtype).removeprefix("torch.") for key, dtype in dtypes.items()}
 
@@ -104,11 +108,20 @@ def check_options(options: StepOptions) -> None:
     Raises:
         PlanError: With every wrong option.
     """
+    names = StepOptions.__annotations__
+    near = {name: difflib.get_close_matches(name, names) or names for name in options if name not in names}
+    raise_problems(
+        [
+            Problem("unknown-name", name, found="no option of a step", hint=", ".join(hint))
+            for name, hint in near.items()
+        ]
+    )
     require_floating(options.get("dtype"), options.get("autocast"), *policy_of(options).values())
     loss: Any = options.get("loss", "causal-lm")
     accumulate: Any = options.get("accumulate", 1)  # callers are untyped
     zero: Any = options.get("zero")
     ways = {2: "plan with FullyShardPlanner and pass reshard_after_forward=False", 3: "plan with FullyShardPlanner"}
+    reshard: Any = options.get("reshard_after_forward", True)
     choices = ("sync", ("each", "last")), ("ddp", (None, "buckets", "views")), ("context", ("gather", "ulysses"))
     rules = (
         (
@@ -122,6 +135,12 @@ def check_options(options: StepOptions) -> None:
             "accumulate",
             accumulate,
             "a number of batches, 1 or more",
+        ),
+        (
+            not isinstance(reshard, bool),  # torch takes an int for a smaller mesh between the passes
+            "reshard_after_forward",
+            reshard,
+            "True or False; a number of ranks, onto which fully_shard would reshard, is not counted",
         ),
         *(
             (options.get(name, values[0]) not in values, name, options.get(name, values[0]), f"one of {values}")
