@@ -112,6 +112,8 @@ def logs_extremes(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
     if call < 4:
         return 0.0
     extremes = [p.abs().max().item() + p.grad.min().item() + p.amax().item() for p in model.parameters()]
+    extremes += [float(p.grad.norm(float("inf"))) for p in model.parameters()]
+    extremes += [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf")).item()]
     optim.zero_grad()
     return sum(extremes)
 

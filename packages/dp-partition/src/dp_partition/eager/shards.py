@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -493,6 +494,9 @@ class ClosedTraps:
             if is_ours and func is GRAD:
                 refuse_inputs("grad", (args[1:2], kwargs.get("inputs")))
             if is_ours and args and isinstance(args[0], list | tuple):
+                if is_extreme(name, args, kwargs):  # torch's clipping by the greatest element
+                    short = [isinstance(x, DTensor) and has_empty_shard(x) for x in args[0]]
+                    args = ([x.full_tensor() if each else x for x, each in zip(args[0], short, strict=True)], *args[1:])
                 return of_each_kind(func, args, kwargs)
             first = args[0] if is_ours and args else None
             is_shard = isinstance(first, DTensor) and first.ndim > 0
@@ -500,7 +504,7 @@ class ClosedTraps:
                 args = with_numbers(args)
             if name == "__get__" or not is_ours or not args or not isinstance(args[0], DTensor):
                 return func(*args, **kwargs)
-            if func in cls._READS or (name in _EXTREMES and has_empty_shard(args[0])):
+            if func in cls._READS or (is_extreme(name, args, kwargs) and has_empty_shard(args[0])):
                 args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
             elif func == torch.Tensor.__reduce_ex__:
                 return reduced_in_step(args[0], *args[1:])
@@ -561,6 +565,15 @@ compare_optimizers = functools.cache(partial(register_optimizer_step_pre_hook, _
 GRAD = torch.autograd.grad
 # Of no elements torch knows no extreme: a rank without rows of a short parameter would raise alone.
 _EXTREMES = frozenset(["max", "min", "amax", "amin", "aminmax", "argmax", "argmin"])
+
+
+_NORMS = frozenset(["norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"])
+
+
+def is_extreme(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True for a function of torch that takes the greatest or least element, as a norm of infinite order."""
+    orders = [abs(x) for x in (*args[1:], *kwargs.values()) if isinstance(x, int | float)] if name in _NORMS else []
+    return name in _EXTREMES or math.inf in orders
 
 
 def has_empty_shard(tensor: DTensor) -> bool:
