@@ -114,6 +114,8 @@ def test_state_in_lists_counts_and_temporaries_come_one_at_a_time() -> None:
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     on_gpu = PLAN.memory(model, torch.zeros(1, 256, device="meta"), optimizer=Lists)
     temporaries = on_gpu.max_bytes - PLAN.memory(model, optimizer=Lists).max_bytes
+    of_foreach = PLAN.memory(model, torch.zeros(1, 256, device="meta"), optimizer="adamw")
+    assert of_foreach.max_bytes - PLAN.memory(model).max_bytes >= 8 * 256 * 256 * 4  # all tensors at once
     assert on_gpu.moment == "optimizer" and 0 < temporaries <= 3 * 256 * 256 * 4, on_gpu.on(0)
 
 

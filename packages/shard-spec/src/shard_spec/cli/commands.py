@@ -184,7 +184,7 @@ def _verdict(rows: list[Candidate], arguments: argparse.Namespace) -> str:
         return "no combination can be planned"
     if good[0].fits is False:
         # The state alone of a step that was not simulated, as it did not fit, is no peak beside those of steps.
-        least = min(good, key=lambda row: (row.moment is None, row.peak_bytes or 0))
+        least = min(good, key=lambda row: (not row.moment, row.peak_bytes or 0))
         ways = "more ranks" if arguments.checkpointing or not arguments.batch else "--checkpointing, or more ranks"
         size = human_bytes(least.peak_bytes or 0)
         of = "" if least.moment else ", its state alone,"

@@ -61,8 +61,8 @@ class Memory:
     assumptions: tuple[str, ...] = ()
     _resolution: Resolution | None = field(default=None, repr=False)
     _settings: Any = field(default=None, repr=False)
-    _steps: tuple[tuple[int, int], ...] = field(default=((0, 0),), repr=False)  # by rank: temporaries of a step over
-    # all tensors at once, and over one after another
+    # By rank, temporaries of a step: over all tensors at once; over one after another; and where classes have no other.
+    _steps: tuple[tuple[int, int, int], ...] = field(default=((0, 0, 0),), repr=False)
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -128,9 +128,8 @@ class Memory:
             own = [at for at, of in enumerate(stage_of) if of == stage]
             shares, gradients = (each.gathered_bytes, each.loss_bytes), [self.parts["gradients"][at] for at in own]
             peak, moment, to_come = (each.peak_bytes - sum(shares), *shares, 0), each.moment, each.to_come
-            # A class without foreach steps one tensor after another on any device.
             temporaries = [self._steps[at % len(self._steps)] for at in own]
-            allocated = max((max(pair) if foreach else pair[1] for pair in temporaries), default=0)
+            allocated = max((max(step, alone) if foreach else loop for step, loop, alone in temporaries), default=0)
             if allocated > each.peak_bytes - to_come * max(gradients, default=0):
                 peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
             for at, gradient in zip(own, gradients, strict=True):  # the fullest rank's figure on all of the stage
@@ -271,7 +270,7 @@ def memory_of(
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}
     sums = {part: [0] * len(ranks) for part in PARTS}
-    steps = [(0, 0)] * len(ranks)
+    steps = [(0, 0, 0)] * len(ranks)
     # Tensors of one shape, layout and kind are counted together: nameless, so that they compare equal.
     groups: Counter[tuple[Layout, TensorMetadata, OptimizerState, int]] = Counter()
     for t, layout in resolution.placed():
@@ -290,11 +289,13 @@ def memory_of(
             at, sizes = position[rank], by_shape[local, owns]
             for part, size in sizes.parts.items():
                 sums[part][at] += size * count
-            steps[at] = steps[at][0] + sizes.step * count, max(steps[at][1], sizes.loop)
+            step, loop, alone = steps[at]
+            one = 0 if sizes.step else sizes.loop  # a class without foreach: one tensor after another on any device
+            steps[at] = step + sizes.step * count, max(loop, sizes.loop), max(alone, one)
     if owned is not None:
         sums["master"] = [sum(pair) for pair in zip(sums["master"], owned.masters, strict=True)]
         sums["optimizer"] = [sum(pair) for pair in zip(sums["optimizer"], owned.state, strict=True)]
-        steps = [(s + extra, lp + extra) for (s, lp), extra in zip(steps, owned.step, strict=True)]
+        steps = [(a + extra, b + extra, c + extra) for (a, b, c), extra in zip(steps, owned.step, strict=True)]
     return Memory(
         ranks,
         {part: tuple(values) for part, values in sums.items()},
