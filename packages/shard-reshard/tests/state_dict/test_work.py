@@ -221,7 +221,7 @@ def test_ties_pairs_dtensors_and_nested_values_arrive_as_in_the_synchronous_call
         assert (back["state"]["w"]["step"], back["lr"]) == (3, 0.5)
         assert isinstance(back["state"]["w"]["m"], DTensor)
         assert torch.equal(back["state"]["w"]["m"].full_tensor(), full)
-    with pytest.raises(PlanError, match="allow at least 24 bytes .*by bucket_bytes="):
+    with pytest.raises(PlanError, match=r"allow at least 24 bytes .*by bucket_bytes="):
         reshard_state_dict(plain, "2: S(1)", **options, bucket_bytes=4)
 
 
