@@ -126,8 +126,12 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
     if on_cpu and step.flow.workspaces:
         names = ", ".join(sorted(step.flow.workspaces))
         notes.append(f"not counted: workspace of {names} on CPU; this is a lower bound")
-    # Gradients of earlier batches are there, unless they are held in full until the last one; DDP's views always are.
-    lasts = options.get("accumulate", 1) > 1 and options.get("sync") != "last"
+    if any(isinstance(each, nn.RNNBase) for each in module.modules()):
+        notes.append("recurrent layers: kernels that take all steps at once allocate more; this is a lower bound")
+    # Gradients of earlier batches are there, unless `fully_shard` holds them in full until the last one, and so are the
+    # views of DDP.
+    is_scattered = any(weight.scattered for weight in step.flow.weights.values())
+    lasts = options.get("accumulate", 1) > 1 and not (is_scattered and options.get("sync") == "last")
     no_more = lasts or options.get("ddp") == "views"
     local_bytes = Counter(step.input_bytes)
     for size, stage in (each.kept for each in step.flow.timeline.all("+")):
@@ -196,6 +200,7 @@ def _simulated(
     autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
     context = tuple(axis for axis in roles.axes("context") if mesh.axis_size(axis) > 1)
     flow, kind = _Flow(weights, dict(mesh.axes), gathers), options.get("context", "gather")
+    flow.adds_gradients = options.get("accumulate", 1) > 1 or options.get("ddp") == "views"
     exchanges = Exchanges(dict(mesh.axes), context, kind, flow.record, flow.bytes_on_rank)
     # all ranks' batch: a data rank gets its share
     arguments, named = flow.values.inputs(forward_inputs(module, batch, mesh, roles))
@@ -613,6 +618,7 @@ class _Flow:
     def __init__(self, weights: dict[int, _Weight], axes: Mapping[str, int], gathers: bool) -> None:
         self.weights = weights  # by memory of a parameter or buffer
         self._gathers = gathers  # scores over a sharded vocabulary
+        self.adds_gradients = False
         self.reached: set[int] = set()  # memory of parameters that got a gradient
         self.workspaces: set[str] = set()  # operators whose kernels on a CPU allocate more than is counted
         self.timeline = Timeline()
@@ -784,11 +790,15 @@ class _Flow:
         allocation = self.alive.get(memory) or Allocation(0, 0)  # of memory that nothing counts
         if weight.blocks > 1:
             allocation.size = parameter.grad.nbytes // weight.blocks
-        allocation.gathered, allocation.lasting = weight.scattered, not weight.scattered
+        # Full gradients of earlier batches, and DDP's views, are there: this one is added, or copied, and freed.
+        is_added = self.adds_gradients and not weight.scattered
+        allocation.gathered, allocation.lasting = weight.scattered, not (weight.scattered or is_added)
         own = weight.column | weight.row | weight.ends | weight.other
         for axis in self._cut.get(memory, frozenset()) - own:  # a full parameter used on shards (norms of heads)
             allocation.size = parameter.grad.nbytes
             self.record(axis, "all_reduce", "gradients", weight.name, parameter.grad.nbytes)
+        if is_added:
+            parameter.grad = None
 
     def _note(self, storage: torch.UntypedStorage, memory: int, axes: frozenset[str]) -> None:
         """Record a result: of new memory, or of live memory (a view, an in-place result)."""

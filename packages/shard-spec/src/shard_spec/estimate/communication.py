@@ -355,6 +355,10 @@ def communication_of(
             link = topology.link(mesh.axes, axis, mesh.rank_list)
             seconds[axis] = sum(t.count * getattr(model, t.op)(t.full_bytes, link) for t in transfers if t.axis == axis)
         compute = model.compute(flops, topology) if step is not None else None
+    if options.get("ddp"):
+        lines.append(
+            "DDP's buckets count as one all-reduce a unit, with exact bytes; broadcasts of buffers are not counted"
+        )
     counted = {each.axis for each in transfers if each.what == "activations"}
     if counted & set(roles.axes("expert")):
         lines.append("tokens travel to experts and back by all-to-all; routing counts as even")

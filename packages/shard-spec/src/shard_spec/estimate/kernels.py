@@ -153,7 +153,19 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
         and _memory_format(args[1]) in _CHANNELS_LAST.values()
     ):
         return "pooling with channels last"
+    if operator in _WITH_WORKSPACE:
+        return str(operator.overloadpacket.__name__)
     return "convolutions" if operator in _CONVOLUTIONS else ""
+
+
+# Recorded peaks of a CPU have another tensor as large as the input here.
+_WITH_WORKSPACE = {
+    _ATEN.mse_loss.default,
+    _ATEN.smooth_l1_loss.default,
+    _ATEN.binary_cross_entropy.default,
+    _ATEN.linalg_matrix_exp.default,
+    _ATEN.linalg_householder_product.default,
+}
 
 
 # torch/csrc/autocast_mode.h of 2.13: products in the lower dtype on every device; the rest differs.
@@ -175,15 +187,32 @@ _LOWER = {
     "chain_matmul",
     "multi_dot",
 }
-_FULL_CUDA = {
+# Losses that both devices compute in float32.
+_LOSSES = {
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "cross_entropy",
+    "nll_loss",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "hinge_embedding_loss",
+    "margin_ranking_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "poisson_nll_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+}
+_FULL_CUDA = _LOSSES | {
     "softmax",
     "log_softmax",
     "layer_norm",
     "group_norm",
     "rms_norm",
     "norm",
-    "cross_entropy",
-    "nll_loss",
     "sum",
     "cumsum",
     "cumprod",
@@ -201,12 +230,13 @@ _FULL_CUDA = {
     "reciprocal",
     "cosine_similarity",
     "logsumexp",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "cdist",
+    "interpolate",
+    *("acos", "asin", "cosh", "sinh", "tan", "erfinv", "dist", "pdist", "renorm", "cdist"),
 }
-_FULL_CPU = {"mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy", "prod", "cumprod", "kl_div", "huber_loss"}
+_FULL_CPU = _LOSSES | {
+    *("binary_cross_entropy", "ctc_loss", "prod", "cdist", "trace", "quantile", "grid_sample", "stft"),
+    *("avg_pool3d", "max_pool3d", "adaptive_avg_pool3d"),
+}
 
 
 class Autocast:

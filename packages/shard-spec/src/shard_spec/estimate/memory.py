@@ -346,7 +346,8 @@ def _notes(
     lines = list(() if owned is None else owned.notes)
     if zero:
         lines.append(
-            f"optimizer state lies on one rank along {', '.join(zero)}, as ZeroRedundancyOptimizer shares it out"
+            f"optimizer state lies on one rank along {', '.join(zero)}, as ZeroRedundancyOptimizer shares out one group"
+            " of all trained parameters; of several groups it shares out one after another"
         )
     for tensor, layout in resolution.placed() if stages is not None else ():
         if stages is not None and tensor.kind == "parameter" and (copies := stages.copies(tensor, layout)):
