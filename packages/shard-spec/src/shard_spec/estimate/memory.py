@@ -290,8 +290,8 @@ def memory_of(
             for part, size in sizes.parts.items():
                 sums[part][at] += size * count
             step, loop, alone = steps[at]
-            one = 0 if sizes.step else sizes.loop  # a class without foreach: one tensor after another on any device
-            steps[at] = step + sizes.step * count, max(loop, sizes.loop), max(alone, one)
+            single = 0 if sizes.step else sizes.loop  # a class without foreach: one tensor after another on any device
+            steps[at] = step + sizes.step * count, max(loop, sizes.loop), max(alone, single)
     if owned is not None:
         sums["master"] = [sum(pair) for pair in zip(sums["master"], owned.masters, strict=True)]
         sums["optimizer"] = [sum(pair) for pair in zip(sums["optimizer"], owned.state, strict=True)]
