@@ -132,6 +132,43 @@ def test_extremes_of_parameters_with_fewer_rows_than_ranks(ranks: Ranks) -> None
     step.release()
 
 
+def on_shards(act: Callable[[Any], object]) -> Callable[..., Any]:
+    def step(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
+        if call == 4:
+            with torch.no_grad():
+                act(model[0].weight)  # of shards
+        return finish(optim, model(x).square().mean())
+
+    return step
+
+
+ACTS: tuple[Callable[[Any], object], ...] = (
+    lambda w: w.add_(torch.ones(5, 6).double()),
+    lambda w: w.nonzero(),
+    lambda w: w.renorm(2, 0, 0.5),
+    lambda w: w.fill_diagonal_(0.0),
+    lambda w: torch.nn.utils.parameters_to_vector([w]),
+)
+
+
+@pytest.mark.ranks(2)
+def test_torchs_own_errors_on_shards_have_the_line_and_a_way_on(ranks: Ranks) -> None:
+    rows = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+    for act in ACTS:
+        model = made()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = dp.distribute(on_shards(act), mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+        for call in range(4):
+            step(model, optim, batch(call)[rows], call)
+        with pytest.raises(Exception) as error:  # of several types
+            step(model, optim, batch(4)[rows], 4)
+        notes = " ".join(error.value.__notes__)
+        assert "on which torch cannot do this" in notes and "test_late_in_shards.py" in notes, notes
+        assert 'use style="replicate"' in notes
+        step(model, optim, batch(5)[rows], 5)
+        step.release()
+
+
 def averaging() -> Callable[..., Any]:
     """Gradients are smoothed by those of earlier calls: a dict has them from the first call on."""
     smooth: dict[str, torch.Tensor] = {}

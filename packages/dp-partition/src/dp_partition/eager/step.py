@@ -70,6 +70,12 @@ from dp_partition.plan.plan import Settings
 from dp_partition.runtime import state
 from dp_partition.runtime.consensus import compare_values, copy_from_first
 
+# Parts of torch's errors about an operation that a DTensor has not, or not beside a plain tensor.
+_OF_DTENSORS = (
+    *("mixed torch.Tensor and DTensor", "a sharding strategy registered", "Sharding propagation failed"),
+    *("not supported with DTensor", "placement changes are not supported", "sharded dimension"),
+)
+
 
 @dataclass
 class TrainStep:
@@ -244,9 +250,9 @@ class EagerStep:
                         hint='gradients are averaged already: leave it out; or use style="replicate", which runs it',
                     )
                 ) from error
-            if "mixed torch.Tensor and DTensor" in str(error):
-                way = 'what an observed call 1 does keeps parameters full: do it there too, or use style="replicate"'
-                error.add_note(f"parameters lie in shards, and meet a plain tensor for the first time; {way}")
+            if any(text in str(error) for text in _OF_DTENSORS):
+                way = 'most of what call 1 does keeps parameters full: do it there too, or use style="replicate"'
+                error.add_note(f"parameters lie in shards, on which torch cannot do this{user_line(error)}; {way}")
             raise
 
     def _compare_new(self, optimizer: torch.optim.Optimizer) -> None:
