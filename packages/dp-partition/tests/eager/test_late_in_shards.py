@@ -48,33 +48,30 @@ def penalizes_gradients(model: Any, optim: Any, x: torch.Tensor, call: int) -> A
     return finish(optim, loss)
 
 
-def takes_gradients(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
-    loss = model(x).square().mean()
-    if call != 4:
-        return finish(optim, loss)
-    parameters = list(model.parameters())
-    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):  # taken
+def assigned(loss: torch.Tensor, parameters: list[Any]) -> None:
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # taken
+    for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
-    optim.step()
-    return loss.detach()
 
 
-def passes_inputs(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
-    loss = model(x).square().mean()
-    if call != 4:
-        return finish(optim, loss)
-    loss.backward(inputs=list(model[0].parameters()))  # of one layer
-    optim.step()
-    return loss.detach()
+def by_keyword(loss: torch.Tensor, parameters: list[Any]) -> None:
+    loss.backward(inputs=parameters[:2])  # one layer
 
 
-def passes_inputs_by_place(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
-    loss = model(x).square().mean()
-    if call != 4:
-        return finish(optim, loss)
-    torch.autograd.backward(loss, None, None, False, None, list(model.parameters()))  # by place
-    optim.step()
-    return loss.detach()
+def by_place(loss: torch.Tensor, parameters: list[Any]) -> None:
+    torch.autograd.backward(loss, None, None, False, None, parameters)  # of all
+
+
+def gradients_by_name(take: Callable[[torch.Tensor, list[Any]], None]) -> Callable[..., Any]:
+    def step(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
+        loss = model(x).square().mean()
+        if call != 4:
+            return finish(optim, loss)
+        take(loss, list(model.parameters()))
+        optim.step()
+        return loss.detach()
+
+    return step
 
 
 @pytest.mark.ranks(2)
@@ -84,10 +81,11 @@ def test_what_a_later_call_needs_in_full_is_refused_by_all_ranks(ranks: Ranks) -
         calls_a_function_of_the_model: r"parameter-replaced.*weight: another tensor.*call it in call 1",
         penalizes_gradients: r"full-parameters.*test_late_in_shards.py:\d+.*# a penalty.*take them in call 1",
         # Without the refusal no gradient reached a shard, and these parameters trained no more.
-        takes_gradients: r"full-parameters.*test_late_in_shards.py:\d+.*# taken.*take them in call 1",
-        passes_inputs: r"full-parameters.*test_late_in_shards.py:\d+.*# of one layer.*take them in call 1",
-        passes_inputs_by_place: r"full-parameters.*test_late_in_shards.py:\d+.*# by place.*take them in call 1",
+        gradients_by_name(assigned): r"full-parameters.*test_late_in_shards.py:\d+.*# taken.*take them in call 1",
+        gradients_by_name(by_keyword): r"full-parameters.*test_late_in_shards.py:\d+.*# one layer.*take them in call 1",
+        gradients_by_name(by_place): r"full-parameters.*test_late_in_shards.py:\d+.*# of all.*take them in call 1",
     }
+    backward = torch.autograd.backward
     for function, text in refused.items():
         model = made()
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,6 +101,7 @@ def test_what_a_later_call_needs_in_full_is_refused_by_all_ranks(ranks: Ranks) -
             else:
                 step(model, optim, batch(call)[rows], call)  # call 6 works as ever
         step.release()
+        assert torch.autograd.backward is backward  # also after the error
 
 
 def logs_extremes(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:

@@ -451,6 +451,8 @@ class ClosedTraps:
     ``item()`` and its like read one rank's summand of a partial sum, ``.data =`` changes nothing, a write through a
     view may reach a copy, and a gradient hook never runs, since FSDP2 writes ``.grad`` itself. DTensor's own hook for
     functions is set meanwhile: a `TorchFunctionMode` would be called for every plain tensor too, three times as often.
+    So is `torch.autograd.backward`, which is called with a plain loss. The first thread sets both, the last one resets
+    them: calls of two threads may end in any order.
     """
 
     _VIEWS = frozenset([
@@ -464,6 +466,7 @@ class ClosedTraps:
     ) | {torch.is_nonzero}
     _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
     _open = staticmethod(DTensor.__torch_function__)
+    _backward: Callable[..., None]  # as it was when the first thread came: the check may have wrapped it
     _lock = threading.Lock()
     _views = WeakTensorKeyDictionary()
 
@@ -474,6 +477,9 @@ class ClosedTraps:
 
     def __enter__(self) -> None:
         with self._lock:
+            if not running:
+                ClosedTraps._backward = staticmethod(torch.autograd.backward)
+                torch.autograd.backward = without_shards(torch.autograd.backward)
             running.setdefault(threading.get_ident(), []).append(self)
             DTensor.__torch_function__ = self._closed  # type: ignore[method-assign]
 
@@ -484,6 +490,7 @@ class ClosedTraps:
                 del running[threading.get_ident()]
             if not running:
                 DTensor.__torch_function__ = self._open  # type: ignore[method-assign]
+                torch.autograd.backward = self._backward
                 self._views.clear()
 
     @classmethod
@@ -592,10 +599,11 @@ def refuse_inputs(call: str, inputs: Any) -> None:
 
 
 def without_shards(backward: Callable[..., None]) -> Callable[..., None]:
-    """Return `torch.autograd.backward`, which refuses shards in ``inputs=``."""
+    """Return `torch.autograd.backward`, which refuses shards in ``inputs=`` in the threads that run a call."""
 
     def checked(*args: Any, **kwargs: Any) -> None:
-        refuse_inputs("backward", (args[5:6], kwargs.get("inputs")))
+        if threading.get_ident() in running:
+            refuse_inputs("backward", (args[5:6], kwargs.get("inputs")))
         backward(*args, **kwargs)
 
     return checked

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
-from unittest.mock import patch
 from weakref import WeakSet
 
 import torch
@@ -63,7 +62,6 @@ from dp_partition.eager.shards import (
     run_unlike,
     shard,
     together,
-    without_shards,
 )
 from dp_partition.plan.placements import DataParallelStyle, warn_on_first
 from dp_partition.plan.plan import Settings
@@ -233,8 +231,7 @@ class EagerStep:
         units = self.placed.units.modules
         try:
             meet = partial(self.placed.shards.meet, PICKLING, "a pickle of a shard in")
-            backward = patch.object(torch.autograd, "backward", without_shards(torch.autograd.backward))
-            with ClosedTraps(meet, self._compare_new), backward:
+            with ClosedTraps(meet, self._compare_new):
                 yield
             if is_backward_unfinished(units):
                 raise PlanError(Problem("backward-failed", self.name, found=CAUGHT))

@@ -140,6 +140,16 @@ def _laid_out(result: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     return result if result.is_contiguous(memory_format=wanted) else torch.empty_like(result, memory_format=wanted)
 
 
+# Recorded peaks of these on a CPU are higher by a tensor as large as the input, or by more.
+_WITH_WORKSPACE = {
+    _ATEN.mse_loss.default,
+    _ATEN.smooth_l1_loss.default,
+    _ATEN.binary_cross_entropy.default,
+    _ATEN.linalg_matrix_exp.default,
+    _ATEN.linalg_householder_product.default,
+}
+
+
 def uncounted_workspace(operator: Any, args: Any) -> str:
     """Return the kind of an operator whose kernel on a CPU allocates workspace that is not counted, or ``""``.
 
@@ -156,16 +166,6 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
     if operator in _WITH_WORKSPACE:
         return str(operator.overloadpacket.__name__)
     return "convolutions" if operator in _CONVOLUTIONS else ""
-
-
-# Recorded peaks of a CPU have another tensor as large as the input here.
-_WITH_WORKSPACE = {
-    _ATEN.mse_loss.default,
-    _ATEN.smooth_l1_loss.default,
-    _ATEN.binary_cross_entropy.default,
-    _ATEN.linalg_matrix_exp.default,
-    _ATEN.linalg_householder_product.default,
-}
 
 
 # torch/csrc/autocast_mode.h of 2.13: products in the lower dtype on every device; the rest differs.
