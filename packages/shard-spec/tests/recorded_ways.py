@@ -124,6 +124,12 @@ def fsdp_ways() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         "policy, sync at the last": ({**last, "mp_policy": both}, {"accumulate": 2, "sync": "last", "mp_policy": both}),
         "no reshard": ({"reshard_after_forward": False}, {"reshard_after_forward": False}),
         "root alone": ({"root_alone": True}, {"units": []}),
+        "replicas": ({"replicas": 2}, {}),
+        "replicas, two batches": ({"replicas": 2, "batches": 2}, {"accumulate": 2}),
+        "replicas, bfloat16 reduction": (
+            {"replicas": 2, "mp_policy": Policy(None, bf16)},
+            {"mp_policy": Policy(None, bf16)},
+        ),
     }
 
 
@@ -160,10 +166,11 @@ def main() -> None:
 
     torch.backends.mkldnn.set_flags(False)  # its kernels copy operands
     dist.init_process_group("fake", rank=0, world_size=4)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     for way, (how, options) in fsdp_ways().items():
-        model = llama(how.get("dtype", torch.float32))
-        plan = FullyShardPlanner({"fsdp": 4}, "fsdp").build_plan(model)
+        model, replicas = llama(how.get("dtype", torch.float32)), how.pop("replicas", 1)
+        axes = {"dp_replicate": replicas, "fsdp": 4 // replicas} if replicas > 1 else {"fsdp": 4}
+        mesh = init_device_mesh("cpu", (*axes.values(),), mesh_dim_names=(*axes,))
+        plan = FullyShardPlanner(axes, "fsdp").build_plan(model)
         row = {"predicted": predicted(plan, model, **options), "recorded": real_fsdp(mesh, **how)}
         print(json.dumps({"way": way, **row}), flush=True)
     dist.destroy_process_group()
@@ -175,8 +182,10 @@ def main() -> None:
         output.loss.backward()
         return output
 
-    row = {"predicted": predicted(alone, llama(), autocast="bfloat16"), "recorded": measure(model, step)}
-    print(json.dumps({"way": "autocast", **row}), flush=True)
+    for way in ("autocast", "autocast, checkpointed"):
+        row = {"predicted": predicted(alone, model, autocast="bfloat16"), "recorded": measure(model, step)}
+        print(json.dumps({"way": way, **row}), flush=True)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 if __name__ == "__main__":

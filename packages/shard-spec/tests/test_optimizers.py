@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import recorded_ways
 import torch
 from shard_spec import FullyShardPlanner, OptimizerState, PlanError, ShardingPlan, metadata_of
 from torch import nn
@@ -119,6 +120,75 @@ def test_state_in_lists_counts_and_temporaries_come_one_at_a_time() -> None:
     assert on_gpu.moment == "optimizer" and 0 < temporaries <= 3 * 256 * 256 * 4, on_gpu.on(0)
 
 
+Choice = tuple[Any, dict[str, Any]]
+STEPS: dict[str, Choice] = {
+    **{name: (getattr(torch.optim, name), {}) for name in (*NAMES, "Adam") if name != "Adafactor"},
+    "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "centered": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "a tensor as learning rate": (torch.optim.AdamW, {"lr": torch.tensor(1e-3)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11's profiler
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_what_a_step_allocates_is_what_a_recorded_one_does(name: str, foreach: bool) -> None:
+    """One tensor after another as on a CPU, all at once as on an accelerator; two large ones follow each other."""
+    kind, options = STEPS[name]
+    if "lr" in options and foreach:
+        pytest.skip("torch has no such kernels")
+    model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False), nn.Linear(64, 32))
+    optimizer = kind(model.parameters(), foreach=foreach, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    events, _ = recorded_ways.record(lambda: [optimizer.step(), *(torch.empty(1) for _ in range(20))])
+    if foreach:
+        model.to("meta")
+    x = torch.zeros(1, 64, device="meta" if foreach else "cpu")
+    memory = PLAN.memory(model, x, optimizer=functools.partial(kind, **options))
+    predicted = memory.on(0)["optimizer step"]
+    real = recorded_ways.peak(events)
+    if real > 2 * 4 * 96 * 64:
+        assert memory.moment == "optimizer"
+    if memory.moment == "optimizer":
+        assert predicted == pytest.approx(real, abs=600)  # and scalars on a CPU
+    else:
+        assert real < 4 * 96 * 64
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_options_that_need_an_accelerator_keep_the_state(fused: bool) -> None:
+    """Fused kernels allocate nothing; a kernel for them is not on the meta device, and their state is the same."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    options: dict[str, Any] = {"fused": True} if fused else {"capturable": True}
+    memory, plain = (
+        PLAN.memory(model, torch.zeros(1, 256, device="meta"), optimizer=functools.partial(torch.optim.AdamW, **each))
+        for each in (options, {})
+    )
+    assert memory.on(0)["optimizer"] == plain.on(0)["optimizer"] > 0
+    assert (memory.on(0)["optimizer step"] == 0) is fused
+    assert plain.on(0)["optimizer step"] >= 4 * 256 * 256 * 4
+
+
+def test_a_class_of_ones_own_is_not_taken_for_that_of_torch() -> None:
+    own = type("AdamW", (Lists,), {})
+    assert (
+        PLAN.memory(net(), optimizer=own).on(0)["optimizer"] == PLAN.memory(net(), optimizer=Lists).on(0)["optimizer"]
+    )
+
+
+def test_outputs_kept_over_the_optimizers_step_are_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 256))
+    memory = PLAN.memory(model, torch.zeros(16, 64), loss=lambda output, batch: output.sum())
+    assert memory.moment == "optimizer"
+    assert [line for line in memory.assumptions if "outputs of forward (16.00 KiB) are freed" in line]
+    assert "outputs of forward" in memory.verdict("80GB")
+
+
 @pytest.mark.parametrize("wrong", [{"slots": -9}, {"row_slots": 1.5}, {"dtype": "bogus"}, {"master": "bf16"}])
 def test_wrong_states_are_refused_by_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=rf"invalid-argument.*OptimizerState.{next(iter(wrong))}"):
@@ -198,7 +268,7 @@ def test_sparse_gradients_count_with_the_step_that_makes_them(kind: str, rows: i
     assert static.on(0)["gradients"] == sum(each.nbytes for each in model.out.parameters())
     assert "gradients of sparse tables (table.weight)" in str(static)
     step = PLAN.memory(model, ids, optimizer="sgd")
-    assert "not counted" not in str(step)
+    assert "not counted: gradients" not in str(step)
     extra = step.max_bytes - static.max_bytes
     assert real <= extra <= real + 4 * (rows * width * (dim + 10) + 64)  # beside it the rows looked up, or their sums
     lines = PLAN.communication(model).assumptions

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import recorded_ways
 import torch
@@ -26,12 +27,12 @@ def test_every_way_of_a_step_is_that_of_a_recorded_run() -> None:
         [sys.executable, "-W", "ignore", str(script)], check=True, capture_output=True, text=True, timeout=280
     )
     rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 11
+    assert len(rows) == 15
     for row in rows:
         for part, real in row["recorded"].items():
             assert row["predicted"][part] == pytest.approx(real, rel=0.03), (row["way"], part)
     # The ways differ: an option that is ignored would leave its row at the plain one.
-    assert len({row["predicted"]["total"] for row in rows}) == len(rows)
+    assert len({tuple(row["predicted"].values()) for row in rows}) == len(rows)
 
 
 @pytest.mark.extra("transformers")
@@ -114,6 +115,10 @@ def test_gradients_count_when_they_are_made() -> None:
         ({"mp_policy": {"param": "bfloat16"}}, "param_dtype, reduce_dtype, output_dtype"),
         ({"mp_policy": {"param_dtype": "bf16"}}, "unsupported-dtype"),
         ({"autocast": "half"}, "unsupported-dtype"),
+        ({"autocast": True}, "unsupported-dtype"),
+        ({"units": [3]}, "a list of names"),
+        ({"units": (name for name in ("first",))}, "a list of names"),
+        ({"data_axes": 3}, "a list of names"),
     ],
 )
 def test_wrong_options_of_a_step_are_refused(options: dict[str, Any], message: str) -> None:
@@ -127,6 +132,27 @@ def test_wrong_options_of_a_step_are_refused(options: dict[str, Any], message: s
     ):  # which effects it has, a step says
         with pytest.raises(PlanError, match=message):
             static(Net(), **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda output, batch: 3.0, r"it returned 3\.0"),
+        (lambda output, batch: None, "it returned None"),
+        (lambda output, batch: output.detach().sum(), "a tensor without a gradient"),
+    ],
+)
+def test_losses_without_a_gradient_are_refused(loss: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=f"loss: .*{message}.*backward"):
+        ShardingPlan({}, mesh={"dp": 1}).memory(Net(), torch.zeros(2, 8), loss=loss)
+
+
+def test_grads_are_a_flag_or_a_dtype() -> None:
+    plan: Any = ShardingPlan({}, mesh={"dp": 1})
+    with pytest.raises(PlanError, match="grads: None -> True, False, or a dtype"):
+        plan.memory(Net(), grads=None)
+    with pytest.raises(PlanError, match="unsupported-dtype"):
+        plan.memory(Net(), grads="bf16")
 
 
 def test_options_of_fully_shard_have_no_effect_on_a_replicated_plan() -> None:
@@ -244,6 +270,59 @@ class Reads(nn.Module):
 
 
 IDS = torch.arange(12).view(2, 6)
+
+
+class Makes(nn.Module):
+    """A forward with tensors that no argument brings: made by shape, of numbers, from arrays, and kept attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.scale = torch.rand(64, 64)  # no buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        mask = torch.ones(64, 64).triu(1).bool()
+        x = x.masked_fill(mask, 0.0) * torch.eye(64) + torch.tensor([1.0, 2.0] * 32)
+        x = x * self.scale + torch.from_numpy(np.ones((64, 64), dtype=np.float32))
+        x = x + torch.as_tensor(np.arange(64.0, dtype=np.float32))
+        return (x + torch.arange(64)[torch.tensor(3)]).sum()
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11's profiler
+def test_tensors_that_a_forward_makes_lie_beside_the_model() -> None:
+    model, x = Makes(), torch.randn(64, 64)
+    plan = ShardingPlan({}, mesh={"dp": 1})
+    predicted = plan.activations(model, x)
+
+    def step() -> None:
+        model(x).backward()
+
+    assert predicted.peak_bytes == pytest.approx(recorded_ways.measure(model, step)["beside"], rel=0.03)
+    with pytest.raises(PlanError, match=r"another device than the model.*x\.masked_fill.*device=x\.device"):
+        plan.activations(Makes().to("meta"), x.to("meta"))
+
+
+def test_what_a_forward_stores_is_taken_back() -> None:
+    class Stores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.seen, self.by_name = nn.Linear(8, 8), [0], {"none": 0}
+            self.last: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = self.layer(x)
+            self.new = self.last
+            self.seen.append(self.last)
+            self.by_name["last"] = self.last
+            total: torch.Tensor = self.last.sum()
+            return total
+
+    model = Stores()
+    seen, by_name = model.seen, model.by_name
+    assert ShardingPlan({}, mesh={"dp": 1}).activations(model, torch.zeros(2, 8)).peak_bytes > 0
+    assert model.last is None and not hasattr(model, "new")
+    assert model.seen is seen == [0] and model.by_name is by_name == {"none": 0}
 
 
 @pytest.mark.parametrize("what", ["tolist", "numpy", "mask", "nonzero", "unique", "rows"])

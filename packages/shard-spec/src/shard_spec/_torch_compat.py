@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -181,10 +181,11 @@ def live_bytes_of(call: Callable[[], object]) -> int:
     def handle(operator: Any, args: Any, kwargs: Any) -> Any:
         if operator is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
+        given = {memory_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         result = operator(*args, **kwargs)
         for each in result if isinstance(result, list | tuple) else [result]:
-            if not isinstance(each, torch.Tensor) or memory_of(each) in sizes or any(each is value for value in args):
-                continue
+            if not isinstance(each, torch.Tensor) or memory_of(each) in sizes or memory_of(each) in given:
+                continue  # a view, or a result in place
             memory, size = memory_of(each), each.untyped_storage().nbytes()
             sizes[memory] = size
             totals[0] += size

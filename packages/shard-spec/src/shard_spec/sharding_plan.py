@@ -176,7 +176,7 @@ class ShardingPlan(PlanContent):
         batch: Batch,
         *,
         optimizer: OptimizerLike = "adamw",
-        topology: Topology | None = None,
+        topology: Topology | str | None = None,
         cost_model: AlphaBetaCostModel | None = None,
         **step: Unpack[StepOptions],
     ) -> tuple[Memory, Communication]:
@@ -186,7 +186,7 @@ class ShardingPlan(PlanContent):
             module: The model.
             batch: As in :meth:`activations`.
             optimizer: As in :meth:`memory`.
-            topology: Machine for the time of collectives and products.
+            topology: Machine for the time of collectives and products, or the name of a preset: ``"h100-sxm"``.
             cost_model: Times of both; default is the alpha-beta model.
             step: How the step runs; see :class:`StepOptions`.
 
@@ -220,7 +220,7 @@ class ShardingPlan(PlanContent):
         batch: Batch | None = None,
         *,
         optimizer: OptimizerLike = None,
-        topology: Topology | None = None,
+        topology: Topology | str | None = None,
         cost_model: AlphaBetaCostModel | None = None,
         **step: Unpack[StepOptions],
     ) -> Communication:
@@ -232,7 +232,7 @@ class ShardingPlan(PlanContent):
             module: The model, or its metadata.
             batch: As in :meth:`activations`. None: do not count activations.
             optimizer: As in :meth:`memory`; one on full matrices (``"whole-muon"``) exchanges gradients and values.
-            topology: Machine for the time of collectives.
+            topology: Machine for the time of collectives, or the name of a preset.
             cost_model: Times of collectives; default is the alpha-beta model.
             step: How the step runs; see :class:`StepOptions`.
 

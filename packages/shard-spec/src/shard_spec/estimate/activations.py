@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -36,15 +36,22 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import engine_references, memory_of, on_every_operator
 from shard_spec.estimate.exchanges import Exchanges, Stages, stages_of, watch_stages
-from shard_spec.estimate.kernels import Autocast, copied_operands, flops_of, run_operator, uncounted_workspace
+from shard_spec.estimate.kernels import (
+    Autocast,
+    copied_operands,
+    counted_formula,
+    flops_of,
+    run_operator,
+    uncounted_workspace,
+)
 from shard_spec.estimate.step_options import (
     Batch,
     FullyShard,
     Loss,
-    Schedule,
     StepOptions,
     Transfer,
     block_names,
+    check_options,
     expert_modules,
     forward_inputs,
     is_embedding,
@@ -52,6 +59,7 @@ from shard_spec.estimate.step_options import (
     mapped,
     policy_of,
     role,
+    schedule_of,
     tensors_of,
     unit_bytes,
     unit_transfers,
@@ -84,6 +92,7 @@ class ActivationEstimate:
             step without accumulation.
         stage_axis: Mesh axis of pipeline stages; the figures are those of the stage with most; ``""`` without stages.
         by_stage: The estimate of each stage.
+        output_bytes: Of what forward returns, which lives as long as a caller keeps it.
     """
 
     local_bytes: int
@@ -96,6 +105,7 @@ class ActivationEstimate:
     to_come: float = 0.0
     stage_axis: str = ""
     by_stage: tuple[ActivationEstimate, ...] = ()
+    output_bytes: int = 0
 
     def __str__(self) -> str:
         text = (
@@ -123,9 +133,13 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
         on_cpu = [getattr(torch, dtype)]
     if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
         notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
-    if on_cpu and step.flow.workspaces:
-        names = ", ".join(sorted(step.flow.workspaces))
-        notes.append(f"not counted: workspace of {names} on CPU; this is a lower bound")
+    workspace, formula = (", ".join(sorted(step.flow.inexact[kind])) for kind in ("workspace", "formula"))
+    if on_cpu and workspace:
+        notes.append(f"not counted: workspace of {workspace} on CPU; this is a lower bound")
+    if formula:
+        notes.append(f"backward of {formula}: counted by its formula, of which kernels keep less: an upper bound")
+    if options.get("autocast") and any(isinstance(each, nn.RNNCellBase) for each in module.modules()):
+        notes.append("cells of recurrent layers: casts of autocast within them are not counted")
     if any(isinstance(each, nn.RNNBase) for each in module.modules()):
         notes.append("recurrent layers: kernels that take all steps at once allocate more; this is a lower bound")
     # Gradients of earlier batches are there, unless `fully_shard` holds them in full until the last one, and so are the
@@ -133,7 +147,7 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
     is_scattered = any(weight.scattered for weight in step.flow.weights.values())
     lasts = options.get("accumulate", 1) > 1 and not (is_scattered and options.get("sync") == "last")
     no_more = lasts or options.get("ddp") == "views"
-    local_bytes = Counter(step.input_bytes)
+    local_bytes = Counter(step.ends["inputs"])
     for size, stage in (each.kept for each in step.flow.timeline.all("+")):
         local_bytes[stage] += size
 
@@ -141,7 +155,8 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
         peak, moment, shares, to_come = step.flow.timeline.peak(step.first_of_loss, stage)
         to_come = 0.0 if no_more else to_come
         local, more = local_bytes[stage], (tuple(notes), step.roles.assumptions)
-        return ActivationEstimate(local, peak, moment, *shares, *more, to_come)
+        output = step.ends["outputs"][stage]
+        return ActivationEstimate(local, peak, moment, *shares, *more, to_come, output_bytes=output)
 
     if step.stages is None:
         return estimate(0)
@@ -174,11 +189,11 @@ def _simulated(
     resolution: Resolution, module: nn.Module, batch: Batch, options: StepOptions, repeated: list[Groups]
 ) -> Step | None:
     """Return a step in which the middle of the ``repeated`` groups is written; None if its log does not allow that."""
+    check_options(options)
     module = original_of(module)
     dtype, loss, units = options.get("dtype"), options.get("loss", "causal-lm"), options.get("units")
     mesh, roles = resolution.one_mesh, resolution.axis_roles(options.get("data_axes"))
     transfers = unit_transfers(resolution, roles, options)
-    policy = policy_of(options)
     if getattr(type(module), "forward", None) is nn.Module.forward:  # nn.Module's own raises
         raise PlanError(
             Problem(
@@ -189,8 +204,8 @@ def _simulated(
             )
         )
     model_axes, gathers = list(roles.axes("model")), loss != "vocab-parallel"
-    sizes = unit_bytes(resolution, transfers, units, dtype)
-    compute = policy["param_dtype"] or dtype
+    sizes = unit_bytes(resolution, transfers, options)
+    compute = policy_of(options)["param_dtype"] or dtype
     members = units_of(resolution.metadata, units)
     scattered = {each.name for unit in sizes for each in members[unit]}
     expert_axes = tuple(axis for axis in roles.axes("expert") if mesh.axis_size(axis) > 1)
@@ -200,6 +215,7 @@ def _simulated(
     autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
     context = tuple(axis for axis in roles.axes("context") if mesh.axis_size(axis) > 1)
     flow, kind = _Flow(weights, dict(mesh.axes), gathers), options.get("context", "gather")
+    flow.values.on_cpu = devices == {"cpu"}
     flow.adds_gradients = options.get("accumulate", 1) > 1 or options.get("ddp") == "views"
     exchanges = Exchanges(dict(mesh.axes), context, kind, flow.record, flow.bytes_on_rank)
     # all ranks' batch: a data rank gets its share
@@ -220,18 +236,15 @@ def _simulated(
     parameters = {unit: [state[each.name] for each in members[unit]] for unit in sizes}
     for unit in [unit for unit in sizes if f"{unit}.".startswith(tuple(f"{name}." for name in skipped.names))]:
         del sizes[unit]
-    schedule = Schedule(
-        options.get("reshard_after_forward", True),
-        options.get("sync") == "last",
-        *(None if policy[key] is None else getattr(torch, str(policy[key])) for key in ("param_dtype", "output_dtype")),
-    )
     engine_references()  # counted once, outside of the modes below
     with (
         _checkpointed(blocks if checkpointing else []),
+        _attributes_kept(module),
         torch.enable_grad(),  # also under the caller's no_grad
         on_every_operator(flow.run),
         _TorchFunctions(flow, autocast, exchanges),
-        FullyShard(module, sizes, parameters, schedule, flow.gathered_buffer, flow.timeline.last),
+        torch.device("meta") if flow.values.on_cpu else nullcontext(),  # new tensors lie beside the model
+        FullyShard(module, sizes, parameters, schedule_of(options), flow.buffer),
         skipped,
     ):
         handles = flow.sum_experts(module, resolution)
@@ -288,7 +301,8 @@ class Step(nn.Module):
         super().__init__()
         self.model = model
         self.notes: list[str] = []
-        self.input_bytes = Counter[int]()  # of inputs that stay until backward, by stage
+        # By stage, inputs that stay until backward, and outputs.
+        self.ends = {"inputs": Counter[int](), "outputs": Counter[int]()}
         self.stages: Stages | None = None
         self.transfers: tuple[Transfer, ...] = ()  # of its units along data axes
         self.first_of_loss: Allocation | None = None  # allocation of the logits
@@ -348,14 +362,16 @@ class Step(nn.Module):
         # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
         returned = {memory_of(tensor) for tensor in tensors_of(output, set())}
         for memory, allocation in flow.alive.items():
-            if memory not in returned and not allocation.gathered:
+            if memory in returned:
+                self.ends["outputs"][allocation.stage] += allocation.size
+            elif not allocation.gathered:
                 allocation.kept = allocation.size, allocation.stage
         for memory, (storage, stage) in storages.items():
             size = flow.local_bytes(memory, storage)
             if memory in flow.alive:
                 flow.alive[memory].kept = size, stage
             else:  # an input's
-                self.input_bytes[stage] += size
+                self.ends["inputs"][stage] += size
 
     def _scalars(self, output: Any, logits: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the tensors to start backward from: the loss, or else every output."""
@@ -363,7 +379,13 @@ class Step(nn.Module):
         if isinstance(own, torch.Tensor):
             return [own]  # computed by the model from labels
         if callable(self._loss):
-            return [self._loss(output, self._batch)]
+            loss: Any = self._loss(output, self._batch)
+            trains = any(parameter.requires_grad for parameter in self.model.parameters())
+            if not isinstance(loss, torch.Tensor) or (trains and not loss.requires_grad):
+                found = f"it returned {'a tensor without a gradient' if isinstance(loss, torch.Tensor) else repr(loss)}"
+                hint = "return the tensor that backward() starts from"
+                raise PlanError(Problem("invalid-argument", "loss", found=found[:200], hint=hint))
+            return [loss]
         tokens = self._batch
         loss_by_tokens = self._loss is not None and isinstance(tokens, torch.Tensor)
         if loss_by_tokens and logits is not None and logits.shape[:-1] == tokens.shape:
@@ -393,7 +415,7 @@ class _TorchFunctions(TorchFunctionMode):
             return func(self._flow.values.read(args[0]), *args[1:], **(kwargs or {}))
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(map(self._index, args[1]))
-        if func is torch.tensor and torch.device((kwargs or {}).get("device") or "cpu").type == "meta":
+        if func in _CONSTANTS and torch.device((kwargs or {}).get("device") or "cpu").type == "meta":
             return self._flow.values.constant(*args, **(kwargs or {}))
         if func is torch.empty and (kwargs or {}).get("pin_memory"):
             return self._flow.values.on_host(func(*args, **{**(kwargs or {}), "pin_memory": False, "device": "meta"}))
@@ -443,6 +465,9 @@ class _TorchFunctions(TorchFunctionMode):
         return self._exchanges.attend(query, key, value, attn_mask, attention)
 
 
+_CONSTANTS = torch.tensor, torch.as_tensor, torch.asarray
+
+
 def _seen_inside(function: Any) -> Any:
     """Return a copy of one of torch's Python functions that runs its own code even while a mode is active."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
@@ -464,6 +489,23 @@ def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
             block.__dict__.pop("forward")  # the class's forward again
             if own is not None:
                 block.__dict__["forward"] = own
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Take back what forwards store on their modules within this context: it would be on the meta device."""
+    owned = [each.__dict__ for each in module.modules()]
+    before = [dict(each) for each in owned]
+    held = [(value, value.copy()) for each in before for value in each.values() if type(value) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        for attributes, own in zip(owned, before, strict=True):
+            attributes.clear()
+            attributes.update(own)
+        for container, content in held:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
 
 
 @dataclass(frozen=True)
@@ -489,6 +531,9 @@ def needs_values(error: Exception | None) -> Problem:
     library = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
     own = [frame for frame in frames if not frame.filename.startswith(library)]
     where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+    if "not on the expected device" in str(error):
+        found = f"the forward makes or keeps a tensor on another device than the model{where}"
+        return Problem("unverified", "batch", found=found, hint="make it with device=x.device, or register a buffer")
     cause = f" ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})" if error else ""
     return Problem(
         "unverified",
@@ -507,6 +552,7 @@ class _Values:
         self._originals: list[Any] = []  # keeps ids valid: an id is free again after its input
         self._known = WeakTensorKeyDictionary()  # tensor on meta -> its values, if known
         self.host: set[int] = set()  # memory of tensors moved off the accelerator, which nothing counts
+        self.on_cpu = False  # the model is: tensors made in its forward lie beside it
         self._routes = False  # a choice of experts was made up
         self.reads_routes = False  # and the forward has read values since
 
@@ -522,6 +568,13 @@ class _Values:
                 self._known[meta] = torch.zeros_like(value, device="cpu") if value.is_meta else value.cpu()
             return meta
         return mapped(value, self.inputs)
+
+    def beside(self, value: Any) -> Any:
+        """Move tensors of the CPU to meta: lists of numbers, arrays, attributes that are no buffers."""
+        if isinstance(value, torch.Tensor):
+            moves = self.on_cpu and not value.is_meta and value.dim() and memory_of(value) not in self.host
+            return self.inputs(value) if moves else value
+        return mapped(value, self.beside)
 
     def positions(self, indices: Any) -> list[Any]:
         """Return indices of a tensor with masks of known values as positions, whose number is then known."""
@@ -620,7 +673,8 @@ class _Flow:
         self._gathers = gathers  # scores over a sharded vocabulary
         self.adds_gradients = False
         self.reached: set[int] = set()  # memory of parameters that got a gradient
-        self.workspaces: set[str] = set()  # operators whose kernels on a CPU allocate more than is counted
+        # Operators whose kernels on a CPU allocate more than is counted; those whose backward allocates less.
+        self.inexact: dict[str, set[str]] = {"workspace": set(), "formula": set()}
         self.timeline = Timeline()
         self.alive: dict[int, Allocation] = {}  # by memory
         self._axes = axes
@@ -654,9 +708,10 @@ class _Flow:
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator, and record its results beside the copies that its kernel makes of operands."""
-        if name := uncounted_workspace(operator, args):
-            self.workspaces.add(name)
-        copies = [self.timeline.allocate(self.bytes_on_rank(each)) for each in copied_operands(operator, args)]
+        for kind, name in ("workspace", uncounted_workspace(operator, args)), ("formula", counted_formula(operator)):
+            self.inexact[kind] |= {name} if name else set()
+        copied = copied_operands(operator, args, on_cpu=self.values.on_cpu)
+        copies = [self.timeline.allocate(self.bytes_on_rank(each)) for each in copied]
         result = self._observe(operator, args, kwargs)
         if flops := flops_of(operator, args, kwargs, result):
             memories = [memory_of(each) for each in tensors_of((args, kwargs))]
@@ -682,6 +737,10 @@ class _Flow:
                 if (values := self.values.of(args[1])) is not None
                 else self.values.on_host(args[0])
             )
+        tensors = list(tensors_of((args, kwargs)))
+        if not all(each.is_meta for each in tensors) and any(each.is_meta for each in tensors):
+            args, kwargs = self.values.beside(args), self.values.beside(kwargs)
+            tensors = list(tensors_of((args, kwargs)))
         if operator in _INDEXING:
             args = args[0], self.values.positions(args[1]), *args[2:]
         by_values = torch.Tag.dynamic_output_shape in operator.tags and operator not in _INDEXING
@@ -701,7 +760,6 @@ class _Flow:
         ]
         if not results:
             return result
-        tensors = list(tensors_of((args, kwargs)))
         used = [self.weights[memory_of(each)] for each in tensors if memory_of(each) in self.weights]
         inputs = [memory_of(each) for each in tensors if memory_of(each) not in self.weights]
         sharded = frozenset[str]().union(*(self._cut.get(memory, ()) for memory in inputs))
@@ -773,10 +831,11 @@ class _Flow:
             handles += [unit.register_forward_pre_hook(before, with_kwargs=True), unit.register_forward_hook(after)]
         return handles
 
-    def gathered_buffer(self, size: int) -> torch.Tensor:
-        """Allocate a buffer of FSDP2."""
+    def buffer(self, size: int, *, lasting: bool = False) -> torch.Tensor:
+        """Allocate a buffer of FSDP2, or a shard of gradients that stays until the end of the step."""
         buffer = torch.empty(size, dtype=torch.uint8, device="meta")
-        self.alive[memory_of(buffer)].gathered = True
+        allocation = self.alive[memory_of(buffer)]
+        allocation.gathered, allocation.lasting = not lasting, lasting
         return buffer
 
     def gradient(self, parameter: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from shard_spec._shared.page import human_bytes
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import Step
 from shard_spec.estimate.exchanges import Stages, of_fullest_stage, stages_of
 from shard_spec.estimate.memory import MemorySettings, owned_matrices
@@ -24,6 +25,7 @@ from shard_spec.estimate.optimizers import OptimizerChoice
 from shard_spec.estimate.step_options import (
     StepOptions,
     Transfer,
+    check_options,
     expert_modules,
     policy_of,
     uncounted_axes,
@@ -161,10 +163,11 @@ def topology_preset(name: str) -> Topology:
     """Return the preset called `name`.
 
     Raises:
-        ValueError: it does not exist; the message lists the presets.
+        PlanError: ``unknown-name``; the message lists the presets.
     """
     if name not in PRESETS:
-        raise ValueError(f"no topology preset {name!r}: choose one of {sorted(PRESETS)} or build a Topology yourself.")
+        hint = f"{', '.join(sorted(PRESETS))}, or a Topology"
+        raise PlanError(Problem("unknown-name", "topology", found=f"no preset {name!r:.100}", hint=hint))
     return PRESETS[name]
 
 
@@ -294,7 +297,7 @@ def communication_of(
     options: StepOptions,
     optimizer: OptimizerChoice,
     *,
-    topology: Topology | None = None,
+    topology: Topology | str | None = None,
     cost_model: AlphaBetaCostModel | None = None,
 ) -> Communication:
     """Return the communication of a step of a resolved plan; see ``ShardingPlan.communication``.
@@ -304,9 +307,11 @@ def communication_of(
         step: Its simulated step; None: activations are not counted.
         options: How the step runs.
         optimizer: The optimizer, which may exchange gradients and values of its own.
-        topology: Machine for times.
+        topology: Machine for times, or the name of a preset.
         cost_model: Times of collectives and products on it.
     """
+    check_options(options)
+    topology = topology_preset(topology) if isinstance(topology, str) else topology
     mesh = resolution.one_mesh
     roles = resolution.axis_roles(options.get("data_axes"))
     data, model_axes = roles.data, roles.axes("model")

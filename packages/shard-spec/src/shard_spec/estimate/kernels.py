@@ -10,6 +10,8 @@ function is called.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import MutableMapping
 from math import prod
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from shard_spec._torch_compat import engine_references, memory_of, references
-from shard_spec.estimate.step_options import mapped
+from shard_spec.estimate.step_options import mapped, tensors_of
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS = {_ATEN.convolution.default: (0, 1), _ATEN.convolution_backward.default: (1, 2)}  # input, weight
@@ -43,6 +45,8 @@ _IN_PLACE = {
     _ATEN.scatter.src: _ATEN.scatter_.src,
     _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
     _ATEN.index_add.default: _ATEN.index_add_.default,
+    _ATEN.index_fill.int_Tensor: _ATEN.index_fill_.int_Tensor,
+    _ATEN.index_put.default: _ATEN.index_put_.default,
 }
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -79,6 +83,17 @@ _READ_CONTIGUOUS = {
     **dict.fromkeys((_ATEN.max_pool2d_with_indices.default, _ATEN.avg_pool2d.default), (0,)),
     **dict.fromkeys((_ATEN.max_pool2d_with_indices_backward.default, _ATEN.avg_pool2d_backward.default), (0,)),
 }
+# These backwards make their gradient contiguous: that of a sum, for example, is one expanded number.
+_UPSAMPLED = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+_OF_EXPANDED = (
+    *(f"{kind}_pad{dim}d_backward" for kind in ("reflection", "replication") for dim in (1, 2, 3)),
+    *(f"upsample_{kind}_backward" for kind in _UPSAMPLED),
+    *(f"_upsample_nearest_exact{dim}d_backward" for dim in (1, 2, 3)),
+    *(f"_adaptive_avg_pool{dim}d_backward" for dim in (2, 3)),
+    *(f"adaptive_max_pool{dim}d_backward" for dim in (2, 3)),
+    *("grid_sampler_2d_backward", "grid_sampler_3d_backward", "col2im"),
+)
+_READ_CONTIGUOUS |= {getattr(_ATEN, name).default: (0,) for name in _OF_EXPANDED}
 # Matrices that BLAS reads in rows or in columns.
 _READ_BY_BLAS = {
     _ATEN.mm.default: (0, 1),
@@ -88,15 +103,33 @@ _READ_BY_BLAS = {
 }
 
 
-def copied_operands(operator: Any, args: Any) -> list[torch.Tensor]:
-    """Return the operands that the operator's kernel copies while it runs, because it cannot read their strides."""
+# Kernels that read lazy conjugates and negatives; for others they are made in new memory.
+_READ_LAZY = {"mm", "bmm", "addmm", "baddbmm", "dot", "vdot", "clone", "copy_", "resolve_conj", "resolve_neg"}
+_NORM_BACKWARD = {_ATEN.native_batch_norm_backward.default, _ATEN.batch_norm_backward.default}
+
+
+def copied_operands(operator: Any, args: Any, *, on_cpu: bool) -> list[torch.Tensor]:
+    """Return the operands that the operator's kernel copies while it runs, or tensors as large as what it allocates.
+
+    A kernel copies operands whose strides it cannot read. On a CPU the backward of a batch norm keeps a product in new
+    memory, and on every device a tensor that is rolled along several dims is rolled once for each.
+    """
+    if not operator.is_view and operator.overloadpacket.__name__ not in _READ_LAZY:
+        lazy = [each for each in tensors_of(args) if each.is_conj() or each.is_neg()]
+        if lazy:
+            return lazy
+    if on_cpu and operator in _NORM_BACKWARD and args[0].is_contiguous(memory_format=_memory_format(args[1])):
+        return [args[1]]
+    if operator is _ATEN.roll.default and len(args[1]) > 1:
+        return [args[0]]
     read = [args[at] for at in _READ_CONTIGUOUS.get(operator, ()) if args[at] is not None]
     copied = [each for each in read if not each.is_contiguous(memory_format=_memory_format(each))]
     for matrix in (args[at] for at in _READ_BY_BLAS.get(operator, ())):
         (rows, columns), (by_row, by_column) = matrix.shape[-2:], matrix.stride()[-2:]
         in_rows = by_column == 1 and by_row >= max(1, columns)
         if not in_rows and not (by_row == 1 and by_column >= max(1, rows)):
-            copied.append(matrix)
+            # A batch of them is read one after another on a CPU.
+            copied.append(matrix[:1] if on_cpu and matrix.dim() > 2 else matrix)
     return copied
 
 
@@ -123,8 +156,12 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
 def _is_held_by_engine(operator: Any, args: Any) -> bool:
     """Return True if autograd alone holds the first operand; a sum has to have its shape."""
     owned = engine_references()
+    if owned is None:
+        return False
+    if operator is _ATEN.index_put.default:  # zeros that the formula of indexing holds by a name of its own
+        owned = owned[0] + 1, owned[1]
     fits = operator is not _ATEN.add.Tensor or (isinstance(args[1], torch.Tensor) and args[0].shape == args[1].shape)
-    return fits and owned == references(args[0]) and owned is not None
+    return fits and owned == references(args[0])
 
 
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
@@ -140,13 +177,18 @@ def _laid_out(result: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     return result if result.is_contiguous(memory_format=wanted) else torch.empty_like(result, memory_format=wanted)
 
 
-# Recorded peaks of these on a CPU are higher by a tensor as large as the input, or by more.
-_WITH_WORKSPACE = {
-    _ATEN.mse_loss.default,
-    _ATEN.smooth_l1_loss.default,
-    _ATEN.binary_cross_entropy.default,
-    _ATEN.linalg_matrix_exp.default,
-    _ATEN.linalg_householder_product.default,
+# Recorded peaks of these on a CPU are higher by a tensor as large as the input, or by more; a name stands for all that
+# begin with it.
+_WITH_WORKSPACE = (
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "multilabel_margin_loss"),
+    *("linalg_", "cholesky", "lu_unpack", "_fft_", "_embedding_bag", "_trilinear", "upsample_", "_upsample_"),
+    *("fractional_max_pool", "masked_scatter", "index_reduce", "kthvalue", "median", "nanmedian", "nansum", "rrelu"),
+    *("var_mean", "std_mean", "scatter_reduce"),  # sums within their formulas
+)
+# On the meta device their backward is a formula of many results, where kernels on real devices keep fewer.
+_FORMULAS = {
+    *(_ATEN.mish.default, _ATEN.prod.default, _ATEN.prod.dim_int, _ATEN.cumprod.default),
+    *(_ATEN.max.default, _ATEN.min.default),
 }
 
 
@@ -156,6 +198,7 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
     A convolution unfolds its input into columns or reorders it into blocks; a sum of booleans (in the backward of
     ``amax``) converts them to integers first.
     """
+    name = str(operator.overloadpacket.__name__)
     if operator is _ATEN.sum.dim_IntList and args[0].dtype == torch.bool:
         return "sums of booleans"
     if (
@@ -163,9 +206,14 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
         and _memory_format(args[1]) in _CHANNELS_LAST.values()
     ):
         return "pooling with channels last"
-    if operator in _WITH_WORKSPACE:
-        return str(operator.overloadpacket.__name__)
+    if name.startswith(_WITH_WORKSPACE):
+        return name
     return "convolutions" if operator in _CONVOLUTIONS else ""
+
+
+def counted_formula(operator: Any) -> str:
+    """Return the name of an operator whose backward counts more than kernels allocate, or ``""``."""
+    return str(operator.overloadpacket.__name__) if operator in _FORMULAS else ""
 
 
 # torch/csrc/autocast_mode.h of 2.13: products in the lower dtype on every device; the rest differs.
@@ -249,11 +297,12 @@ class Autocast:
 
     def __init__(self, dtype: torch.dtype | None, device: str) -> None:
         self._dtype, self.device = dtype, device
-        self._weights: dict[int, torch.Tensor] = {}  # memory of a weight -> its cast, kept until autocast ends
+        # Memory of a weight -> its cast, kept until autocast ends.
+        self._weights: MutableMapping[int, torch.Tensor] = {}
 
     def end(self) -> None:
-        """Forget the casts of weights: autograd alone keeps them from here on."""
-        self._weights.clear()
+        """Forget the casts of weights: autograd alone keeps them from here on, those of recomputed blocks too."""
+        self._weights = weakref.WeakValueDictionary()
 
     def arguments(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the function called ``name`` as autocast casts them."""
@@ -277,8 +326,9 @@ class Autocast:
             if not (value.is_leaf and value.requires_grad and value.dtype == torch.float32):
                 return value.to(wanted)
             key = memory_of(value)
-            if key not in self._weights:
-                self._weights[key] = value.to(wanted)
-            return self._weights[key]
+            lower = self._weights.get(key)
+            if lower is None:
+                lower = self._weights[key] = value.to(wanted)
+            return lower
 
         return cast(args), cast(kwargs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -61,8 +63,7 @@ class Memory:
     assumptions: tuple[str, ...] = ()
     _resolution: Resolution | None = field(default=None, repr=False)
     _settings: Any = field(default=None, repr=False)
-    # By rank, temporaries of a step: over all tensors at once; over one after another; and where classes have no other.
-    _steps: tuple[tuple[int, int, int], ...] = field(default=((0, 0, 0),), repr=False)
+    _step_bytes: Callable[[int, bool], int] = field(default=lambda rank, foreach: 0, repr=False)
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -97,7 +98,7 @@ class Memory:
             if layout.mesh.coordinate(rank) is not None:
                 local = layout.local_shape(rank, tensor.shape)
                 state = self._settings.optimizer.of(tensor.name)
-                largest.append((tensor.name, sum(self._settings.bytes_of(tensor, state, local).parts.values())))
+                largest.append((tensor.name, sum(self._settings.bytes_of(tensor, state, local).values())))
         return sorted(largest, key=lambda item: (-item[1], item[0]))[:count]
 
     def groups(self) -> list[tuple[list[int], dict[str, int]]]:
@@ -124,14 +125,21 @@ class Memory:
             stage_of = [each[mesh.axis_index(estimate.stage_axis)] for each in coordinates]
         sizes = {part: [0] * len(self.ranks) for part in STEP_PARTS}
         fullest: list[tuple[int, str]] = []  # bytes and moment of each stage
+        notes: set[str] = set()
         for stage, each in enumerate(by_stage):
             own = [at for at, of in enumerate(stage_of) if of == stage]
             shares, gradients = (each.gathered_bytes, each.loss_bytes), [self.parts["gradients"][at] for at in own]
             peak, moment, to_come = (each.peak_bytes - sum(shares), *shares, 0), each.moment, each.to_come
-            temporaries = [self._steps[at % len(self._steps)] for at in own]
-            allocated = max((max(step, alone) if foreach else loop for step, loop, alone in temporaries), default=0)
+            by_state = sorted(own, key=lambda at: -self.parts["gradients"][at] - self.parts["optimizer"][at])
+            # The rank with most state, and the first one: the owner of the largest parameter where ranks share it out.
+            steps = (self._step_bytes(self.ranks[at], foreach) for at in {*by_state[:1], *own[:1]})
+            allocated = max(steps, default=0)
             if allocated > each.peak_bytes - to_come * max(gradients, default=0):
                 peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
+                kept = (
+                    f"the peak assumes that outputs of forward ({human_bytes(each.output_bytes)}) are freed before it"
+                )
+                notes |= {kept} if 100 * each.output_bytes > max(totals) else set()
             for at, gradient in zip(own, gradients, strict=True):  # the fullest rank's figure on all of the stage
                 more = (-round(to_come * gradient), gradient * buckets)
                 for part, size in zip(STEP_PARTS, (*peak, *more), strict=True):
@@ -143,7 +151,7 @@ class Memory:
             moment=max(fullest, key=lambda each: each[0], default=(0, estimate.moment))[1],
             # Sparse gradients are among the activations of a step.
             notes=(*(note for note in self.notes if "sparse tables" not in note), *estimate.notes),
-            assumptions=estimate.assumptions,
+            assumptions=(*estimate.assumptions, *sorted(notes)),
         )
 
     def verdict(self, limit: int | str) -> str:
@@ -223,31 +231,21 @@ class MemorySettings:
         """Return the dtype in training: ``dtype`` replaces that of floating tensors, as ``module.to(dtype)`` does."""
         return self.dtype if self.dtype and tensor.is_floating else tensor.dtype
 
-    def bytes_of(self, tensor: TensorMetadata, state: OptimizerState, local: tuple[int, ...]) -> LocalBytes:
-        """Return the bytes for a shard of shape ``local`` of ``tensor``."""
+    def bytes_of(self, tensor: TensorMetadata, state: OptimizerState, local: tuple[int, ...]) -> dict[str, int]:
+        """Return the bytes for a shard of shape ``local`` of ``tensor`` by part."""
         dtype, numel = self.dtype_of(tensor), prod(local)
         own = tensor.bytes_of(numel, self.dtype)
         num_bytes = {f"{tensor.kind}s": own}
         if not tensor.trains or self.gradients is False:
-            return LocalBytes(num_bytes)  # no gradient, no state
+            return num_bytes  # no gradient, no state
         if state.on_owners:  # on the matrices' owners
             state = OPTIMIZERS["none"]
-        cost = state.cost(local, tensor.shape, dtype)
         gradient = dtype if self.gradients is True else str(self.gradients)
         num_bytes["gradients"] = 0 if tensor.sparse_grad else numel * ITEM_BYTES[gradient]
-        num_bytes["optimizer"] = cost.state
+        num_bytes["optimizer"] = state.state_bytes(local, tensor.shape, dtype)
         if state.master is not None:
             num_bytes["master"] = numel * ITEM_BYTES[state.master]
-        return LocalBytes(num_bytes, cost.step, cost.loop)
-
-
-@dataclass(frozen=True)
-class LocalBytes:
-    """Bytes of one shard: by part, and of temporaries in the optimizer's step (see `OptimizerCost`)."""
-
-    parts: dict[str, int]
-    step: int = 0
-    loop: int = 0
+        return num_bytes
 
 
 def memory_of(
@@ -262,7 +260,9 @@ def memory_of(
     options = options or {}
     check_options(options)
     dtype = options.get("dtype")
-    require_floating(grads, dtype)
+    if not isinstance(grads, bool | str):
+        raise PlanError(Problem("invalid-argument", "grads", found=repr(grads), hint="True, False, or a dtype"))
+    require_floating(None if isinstance(grads, bool) else grads)
     choice = choose_optimizer(optimizer, resolution.metadata, module)
     settings = MemorySettings(choice, grads, dtype)
     owned, stages = owned_matrices(resolution, settings), stages_of(resolution)
@@ -270,7 +270,6 @@ def memory_of(
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}
     sums = {part: [0] * len(ranks) for part in PARTS}
-    steps = [(0, 0, 0)] * len(ranks)
     # Tensors of one shape, layout and kind are counted together: nameless, so that they compare equal.
     groups: Counter[tuple[Layout, TensorMetadata, OptimizerState, int]] = Counter()
     for t, layout in resolution.placed():
@@ -279,33 +278,53 @@ def memory_of(
             groups[each, like, choice.of(t.name), owner_of.get(t.name, -1)] += 1
     for (layout, sample, state, owner), count in groups.items():
         staged = bool(layout.stages)
-        by_shape: dict[tuple[tuple[int, ...], bool], LocalBytes] = {}  # most ranks share one local shape
+        by_shape: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}  # most ranks share one local shape
         for rank, local in zip(layout.mesh.ranks, layout.local_shapes(sample.shape), strict=True):
             if staged and not layout.is_present(rank):
                 continue
             owns = owner < 0 or index_of[rank] == owner
             if (local, owns) not in by_shape:
                 by_shape[local, owns] = settings.bytes_of(sample, state if owns else OPTIMIZERS["none"], local)
-            at, sizes = position[rank], by_shape[local, owns]
-            for part, size in sizes.parts.items():
-                sums[part][at] += size * count
-            step, loop, alone = steps[at]
-            single = 0 if sizes.step else sizes.loop  # a class without foreach: one tensor after another on any device
-            steps[at] = step + sizes.step * count, max(loop, sizes.loop), max(alone, single)
+            for part, size in by_shape[local, owns].items():
+                sums[part][position[rank]] += size * count
     if owned is not None:
         sums["master"] = [sum(pair) for pair in zip(sums["master"], owned.masters, strict=True)]
         sums["optimizer"] = [sum(pair) for pair in zip(sums["optimizer"], owned.state, strict=True)]
-        steps = [(a + extra, b + extra, c + extra) for (a, b, c), extra in zip(steps, owned.step, strict=True)]
     return Memory(
         ranks,
         {part: tuple(values) for part, values in sums.items()},
         choice.name,
         tuple(resolution.sharders),
-        notes=_notes(resolution, owned, stages, grads, zero),
+        notes=_notes(resolution, owned, stages, settings, zero),
         _resolution=resolution,
         _settings=settings,
-        _steps=tuple(steps),
+        _step_bytes=functools.partial(_step_bytes, resolution, settings, stages, owned, (owner_of, index_of)),
     )
+
+
+def _step_bytes(
+    resolution: Resolution,
+    settings: MemorySettings,
+    stages: Stages | None,
+    owned: Owned | None,
+    owners: tuple[Mapping[str, int], Mapping[int, int]],
+    rank: int,
+    foreach: bool,
+) -> int:
+    """Return the most bytes that optimizers allocate on ``rank`` in their steps, one after another."""
+    owner_of, index_of = owners
+    by_state: dict[OptimizerState, list[tuple[tuple[int, ...], str]]] = {}
+    for tensor, layout in resolution.placed():
+        state = settings.optimizer.of(tensor.name)
+        owns = tensor.name not in owner_of or owner_of[tensor.name] == index_of[rank]
+        if not (tensor.trains and owns) or state.on_owners:
+            continue
+        for each in (layout,) if stages is None else stages.layouts(tensor, layout):
+            if not each.stages or each.is_present(rank):
+                local = each.local_shape(rank, tensor.shape), settings.dtype_of(tensor)
+                by_state.setdefault(state, []).append(local)
+    steps = (state.step_bytes(tuple(tensors), foreach=foreach) for state, tensors in by_state.items())
+    return max(steps, default=0) + (owned.step[resolution.ranks.index(rank)] if owned is not None else 0)
 
 
 def owned_matrices(resolution: Resolution, settings: MemorySettings) -> Owned | None:
@@ -340,7 +359,7 @@ def _sharded_state(
 
 
 def _notes(
-    resolution: Resolution, owned: Owned | None, stages: Stages | None, grads: bool | str, zero: tuple[str, ...]
+    resolution: Resolution, owned: Owned | None, stages: Stages | None, settings: MemorySettings, zero: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return what a reader of the bytes has to know, a line each."""
     lines = list(() if owned is None else owned.notes)
@@ -357,8 +376,16 @@ def _notes(
     if packed:
         bits = 8 * sum(each.bytes_of(each.numel) for each in packed) / sum(each.numel for each in packed)
         lines.append(f"{len(packed)} quantised weights count as stored, {bits:.2f} bits an element, and frozen")
-    sparse = [tensor.name for tensor in resolution.metadata.parameters if tensor.sparse_grad and grads is not False]
+    sparse = [
+        tensor.name
+        for tensor in resolution.metadata.parameters
+        if tensor.sparse_grad and settings.gradients is not False
+    ]
     if sparse:
         line = f"not counted: gradients of sparse tables ({', '.join(sparse[:3])}{', ...' if len(sparse) > 3 else ''})"
         lines.append(f"{line}: they are as large as the rows that a batch looks up")
+        if any(settings.optimizer.of(name).slots for name in sparse):
+            lines.append(
+                "not counted: what optimizers of sparse gradients allocate in their step; this is a lower bound"
+            )
     return tuple(lines)

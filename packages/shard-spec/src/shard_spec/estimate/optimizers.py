@@ -49,7 +49,8 @@ class OptimizerState:
         block: Elements of a slot for each float32 scale, in quantised slots (256: blocks of bitsandbytes and torchao).
         smallest: Parameters of fewer local elements have float32 slots in place of quantised ones.
         row_slots: Number of float32 numbers for each local row (row-wise Adagrad of embedding tables: 1).
-        factory: Makes the optimizer of a list of parameters, for example the class; its state replaces the slots.
+        factory: Makes the optimizer of a list of parameters, for example the class. What its step on the meta device
+            allocates counts in place of ``step_slots``; and its state, where ``slots`` and ``scalar_bytes`` are 0.
         on_owners: True if it updates full matrices on owner ranks, by ``shard_reshard.WholeMatrices``.
     """
 
@@ -82,67 +83,65 @@ class OptimizerState:
             for name, value, hint in wrong
         )
 
-    def cost(self, local: Shape, full: Shape, dtype: str) -> OptimizerCost:
-        """Return the bytes for one parameter.
+    def state_bytes(self, local: Shape, full: Shape, dtype: str) -> int:
+        """Return the bytes that are kept between steps for one parameter.
 
         Args:
             local: Shape on this rank.
             full: Global shape.
             dtype: The parameter's dtype.
         """
-        kind, numel = self.master or dtype, prod(local)
+        if self.factory is not None and not (self.slots or self.scalar_bytes):
+            return _measured_state(self.factory, local, full, self.master or dtype)
+        rows = 4 * self.row_slots * (local[0] if local else 1)
+        return self.slots * self._slot_bytes(local, dtype) + self.scalar_bytes + rows
+
+    def step_bytes(self, tensors: Sequence[tuple[Shape, str]], *, foreach: bool) -> int:
+        """Return the most bytes that a step allocates beside the state, for one rank's parameters in their order.
+
+        Args:
+            tensors: Local shape and dtype of each parameter.
+            foreach: True if the class updates all of them at once where it can, torch's default off the CPU.
+        """
         if self.factory is not None:
-            return measured(self.factory, local, full, kind)
-        slot = numel * ITEM_BYTES[self.dtype or kind]
+            return _measured_step(self.factory, tuple((local, self.master or kind) for local, kind in tensors), foreach)
+        slots = [self.step_slots * self._slot_bytes(local, kind) for local, kind in tensors]
+        return sum(slots) if foreach else 2 * max(slots, default=0)  # a loop makes a result beside each
+
+    def _slot_bytes(self, local: Shape, dtype: str) -> int:
+        numel = prod(local)
+        slot = numel * ITEM_BYTES[self.dtype or self.master or dtype]
         if self.block:
             slot = 4 * numel if numel < self.smallest else slot + 4 * -(-numel // self.block)
-        rows = 4 * self.row_slots * (local[0] if local else 1)
-        # A step over all tensors at once makes one temporary slot of each; a loop two of the tensor at hand.
-        step = self.step_slots * slot
-        return OptimizerCost(self.slots * slot + self.scalar_bytes + rows, step, 2 * step)
-
-
-@dataclass(frozen=True)
-class OptimizerCost:
-    """Bytes of optimizer state for one local tensor.
-
-    Attributes:
-        state: Bytes kept between steps.
-        step: Bytes that a step over all tensors at once (``foreach``) allocates for it.
-        loop: Bytes that a step over one tensor after another allocates for it.
-    """
-
-    state: int
-    step: int
-    loop: int
+        return slot
 
 
 OptimizerLike: TypeAlias = Any
 """A name, `OptimizerState`, class, ``functools.partial`` or instance of an optimizer, mapping of patterns, or None."""
 
-# From torch.optim 2.13: state tensors under the default arguments.
-OPTIMIZERS = {
+_OPTIM: dict[str, Any] = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+_amsgrad, _momentum = functools.partial(_OPTIM["adam"], amsgrad=True), functools.partial(_OPTIM["sgd"], momentum=0.9)
+# Slots and scalars are those of torch.optim 2.13 under the default arguments: a step is slow to import.
+OPTIMIZERS: dict[str, OptimizerState] = {
     "none": OptimizerState("none"),
     "sgd": OptimizerState("sgd"),
-    "momentum": OptimizerState("momentum", slots=1),
-    "adam": OptimizerState("adam", slots=2, scalar_bytes=4, step_slots=1),
-    "adamw": OptimizerState("adamw", slots=2, scalar_bytes=4, step_slots=1),
-    "amsgrad": OptimizerState("amsgrad", slots=3, scalar_bytes=4, step_slots=1),
-    "adamax": OptimizerState("adamax", slots=2, scalar_bytes=4, step_slots=1),
-    "adagrad": OptimizerState("adagrad", slots=1, scalar_bytes=4, step_slots=2),
-    "rmsprop": OptimizerState("rmsprop", slots=1, scalar_bytes=4, step_slots=1),
-    "adadelta": OptimizerState("adadelta", slots=2, scalar_bytes=4, step_slots=2),
-    "sparseadam": OptimizerState("sparseadam", slots=2),
+    "momentum": OptimizerState("momentum", slots=1, factory=_momentum),
+    **{name: OptimizerState(name, 2, 4, factory=_OPTIM[name]) for name in ("adam", "adamw", "adamax", "adadelta")},
+    "amsgrad": OptimizerState("amsgrad", slots=3, scalar_bytes=4, factory=_amsgrad),
+    **{name: OptimizerState(name, 1, 4, factory=_OPTIM[name]) for name in ("adagrad", "rmsprop")},
+    # Muon is of torch 2.9.
+    **{
+        name: OptimizerState(name, factory=_OPTIM[name])
+        for name in ("nadam", "radam", "asgd", "rprop", "muon", "adafactor")
+        if name in _OPTIM
+    },
+    "sparseadam": OptimizerState("sparseadam", slots=2),  # steps on sparse gradients alone
     "lion": OptimizerState("lion", slots=1, step_slots=1),
     # bitsandbytes and torchao: codes of one byte, a float32 scale for each 256 of them, float32 below 4,096 elements.
-    "adamw8bit": OptimizerState("adamw8bit", slots=2, dtype="uint8", block=256, smallest=4096, step_slots=0),
+    "adamw8bit": OptimizerState("adamw8bit", slots=2, dtype="uint8", block=256, smallest=4096),
     "lion8bit": OptimizerState("lion8bit", slots=1, dtype="uint8", block=256, smallest=4096),
     "rowwise-adagrad": OptimizerState("rowwise-adagrad", row_slots=1),  # torchrec, FBGEMM
 }
-for _name in ("nadam", "radam", "asgd", "rprop", "muon", "adafactor"):
-    _classes = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}
-    if _name in _classes:  # Muon is of torch 2.9
-        OPTIMIZERS[_name] = OptimizerState(_name, factory=_classes[_name])
 _ALIASES = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_fused"), "adamw"),
     **dict.fromkeys(("adam8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "pagedadamw8bit"), "adamw8bit"),
@@ -218,7 +217,9 @@ def choose_optimizer(optimizer: Any, metadata: ModelMetadata, module: object) ->
         return _of_patterns(optimizer, metadata)
     if callable(optimizer):  # a class, or functools.partial of one
         name = getattr(getattr(optimizer, "func", optimizer), "__name__", "optimizer")
-        plain = OPTIMIZERS.get(name.lower()) if isinstance(optimizer, type) else None
+        # A class of one's own may have the name of one of torch's; bitsandbytes' have their own names.
+        is_known = isinstance(optimizer, type) and _OPTIM.get(name.lower(), optimizer) is optimizer
+        plain = OPTIMIZERS.get(name.lower()) if is_known else None
         state = plain if plain is not None else OptimizerState(name, factory=optimizer)
         return OptimizerChoice(state.name, state)
     state_of_name(repr(optimizer))  # raises
@@ -270,8 +271,6 @@ def _of_instance(optimizer: torch.optim.Optimizer, metadata: ModelMetadata, modu
     states = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key in accepted and key != "params"}
-        for mode in ("foreach", "fused", "capturable", "differentiable"):  # of no effect on the state's size
-            options.pop(mode, None)
         states.append(OptimizerState(kind.__name__, factory=functools.partial(kind, **options)))
     named = module.named_parameters() if isinstance(module, nn.Module) else ()
     names = {name: id(each) for name, each in named}
@@ -291,43 +290,60 @@ def _of_instance(optimizer: torch.optim.Optimizer, metadata: ModelMetadata, modu
     return OptimizerChoice(kind.__name__, OPTIMIZERS["none"], by_name)
 
 
+def _stepped(factory: Callable[[list[nn.Parameter]], Any], tensors: Sequence[tuple[Shape, str]], **mode: bool) -> Any:
+    """Return an optimizer of parameters on the meta device, after its first step.
+
+    Raises:
+        PlanError: ``unverified`` if the optimizer cannot step on shapes.
+    """
+    parameters = [
+        nn.Parameter(torch.empty(shape, dtype=getattr(torch, kind), device="meta")) for shape, kind in tensors
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    options = getattr(factory, "keywords", {})
+    # Kernels for these run on accelerators alone; they keep the same state.
+    mode |= {name: False for name in ("fused", "capturable", "differentiable") if options.get(name)}
+    try:
+        optimizer = factory(parameters, **mode)
+        live_bytes_of(optimizer.step)
+    except Exception as error:  # another library's code
+        line = (str(error).splitlines() or [""])[0][:200]
+        found = f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}"
+        raise PlanError(Problem("unverified", "optimizer", found=found, hint=_NO_SHAPES)) from error
+    return optimizer
+
+
+_NO_SHAPES = "pass a mapping from patterns to optimizers ('whole-muon': Muon by WholeMatrices), or OptimizerState(...)"
+
+
 @functools.lru_cache(maxsize=4096)
-def measured(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: Shape, dtype: str) -> OptimizerCost:
-    """Return the cost of one parameter, from a step on the meta device.
+def _measured_state(factory: Callable[[list[nn.Parameter]], Any], local: Shape, full: Shape, dtype: str) -> int:
+    """Return the bytes of one parameter's state after a step on the meta device.
 
     Raises:
         PlanError: ``unverified`` if the optimizer cannot step on shapes, or keeps rows and columns (Adafactor) of a
             sharded parameter: torch's DTensor has no step for it.
     """
+    states = _stepped(factory, [(local, dtype)]).state.values()
+    state = [each for values in states for each in tensors_of(values)]  # of lists and dicts too, as Shampoo keeps
+    if local != full and any(each.shape != local and each.numel() > 1 for each in state):
+        found = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
+        raise PlanError(Problem("unverified", "optimizer", found=found, hint=_NO_SHAPES))
+    return sum(each.nbytes for each in state)
 
-    def run(shape: Shape, **mode: bool) -> tuple[int, bool, int]:
-        parameter = nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
-        parameter.grad = torch.empty_like(parameter)
-        optimizer = factory([parameter], **mode)
-        peak = live_bytes_of(optimizer.step)
-        state = [*tensors_of(optimizer.state[parameter])]  # of lists and dicts too, as Shampoo keeps
-        num_bytes = sum(each.nbytes for each in state)
-        return num_bytes, any(each.shape != shape and each.numel() > 1 for each in state), max(peak - num_bytes, 0)
 
-    accepts = "foreach" in inspect.signature(factory).parameters
-    hint = "pass a mapping from patterns to optimizers ('whole-muon': Muon by WholeMatrices), or OptimizerState(...)"
-    try:
-        num_bytes, factored, loop = run(local, **({"foreach": False} if accepts else {}))
-        step = run(local, foreach=True)[2] if accepts else 0  # without foreach one tensor comes after another
-    except Exception as error:  # another library's code
-        line = (str(error).splitlines() or [""])[0][:200]
-        raise PlanError(
-            Problem(
-                "unverified",
-                "optimizer",
-                found=f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}",
-                hint=hint,
-            )
-        ) from error
-    if factored and local != full:
-        text = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
-        raise PlanError(Problem("unverified", "optimizer", found=text, hint=hint))
-    return OptimizerCost(num_bytes, step, loop)
+@functools.lru_cache(maxsize=256)
+def _measured_step(
+    factory: Callable[[list[nn.Parameter]], Any], tensors: tuple[tuple[Shape, str], ...], foreach: bool
+) -> int:
+    """Return the most bytes that a step on the meta device allocates once there is state."""
+    options = getattr(factory, "keywords", {})
+    if not tensors or options.get("fused"):  # fused kernels keep their results in registers
+        return 0
+    accepts = "foreach" in inspect.signature(factory).parameters and options.get("foreach") is None
+    foreach = foreach and not isinstance(options.get("lr"), torch.Tensor)  # torch has no such kernels
+    return live_bytes_of(_stepped(factory, tensors, **({"foreach": foreach} if accepts else {})).step)
 
 
 BUCKET_BYTES = 64 * 2**20  # of an owner's matrices in one exchange, by default
@@ -444,11 +460,12 @@ def owned_by_ranks(tensors: Sequence[OwnedTensor], ranks: Sequence[int]) -> Owne
     there = back = 0
     for matrix, (updates, _), has, rank in zip(matrices, costs, on, owners, strict=True):
         tensor = tensors[matrix.parameter]
-        cost, item = tensor.state.cost(matrix.shape, matrix.shape, tensor.dtype), ITEM_BYTES[tensor.dtype]
+        kept, item = tensor.state.state_bytes(matrix.shape, matrix.shape, tensor.dtype), ITEM_BYTES[tensor.dtype]
+        allocated = tensor.state.step_bytes(((matrix.shape, tensor.dtype),), foreach=False)
         work[rank] += updates
         masters[rank] += matrix.num_bytes
-        state[rank] += cost.state
-        largest[rank], update[rank] = max(largest[rank], matrix.num_bytes), max(update[rank], cost.loop)
+        state[rank] += kept
+        largest[rank], update[rank] = max(largest[rank], matrix.num_bytes), max(update[rank], allocated)
         there += (prod(matrix.shape) - has.get(rank, 0)) * item
         back += (sum(has.values()) - has.get(rank, 0)) * item
     staged = [0] * size

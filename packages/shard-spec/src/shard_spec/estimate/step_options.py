@@ -21,7 +21,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias, TypedDict
@@ -70,11 +70,11 @@ class StepOptions(TypedDict, total=False):
             ``"ulysses"``, heads for tokens: queries, keys, values and results.
     """
 
-    data_axes: Iterable[str] | None
+    data_axes: Collection[str] | None
     dtype: str | None
     loss: Loss
     checkpointing: bool
-    units: Iterable[str] | None
+    units: Collection[str] | None
     accumulate: int
     sync: str
     reshard_after_forward: bool
@@ -123,7 +123,18 @@ def check_options(options: StepOptions) -> None:
     ways = {2: "plan with FullyShardPlanner and pass reshard_after_forward=False", 3: "plan with FullyShardPlanner"}
     reshard: Any = options.get("reshard_after_forward", True)
     choices = ("sync", ("each", "last")), ("ddp", (None, "buckets", "views")), ("context", ("gather", "ulysses"))
+    names_given = [(name, options.get(name)) for name in ("data_axes", "units")]
     rules = (
+        *(
+            # An iterator would be empty when it is read again.
+            (
+                not (given is None or (isinstance(given, Collection) and all(isinstance(each, str) for each in given))),
+                name,
+                given,
+                "a name, or a list of names",
+            )
+            for name, given in names_given
+        ),
         (
             isinstance(loss, str) and loss not in LOSSES,
             "loss",
@@ -301,11 +312,15 @@ class UnitBytes:
         gathered: Of its parameters, in the dtype of compute.
         reduced: Of its full gradients, in the dtype of the reduction.
         sharded: Of its gradients' shards on one rank.
+        result: Of the reduction's result on one rank, in the dtype of the reduction.
+        is_replicated: Replicas sum the results (HSDP), which FSDP2 holds until backward ends.
     """
 
     gathered: int
     reduced: int
     sharded: int
+    result: int
+    is_replicated: bool
 
 
 @dataclass(frozen=True)
@@ -315,14 +330,28 @@ class Schedule:
     Attributes:
         reshard_after_forward: Units are freed between forward and backward.
         holds_full: Full gradients of earlier batches are held, which no reduction has freed.
+        adds_shards: Shards are added to those of earlier batches.
         input_dtype: Dtype of units' floating inputs; None: as they are.
         output_dtype: Dtype of units' floating outputs; None: as they are.
     """
 
     reshard_after_forward: bool = True
     holds_full: bool = False
+    adds_shards: bool = False
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
+
+
+def schedule_of(options: StepOptions) -> Schedule:
+    """Return the schedule of FSDP2's units."""
+    policy, last = policy_of(options), options.get("sync") == "last"
+    dtypes = (policy[key] for key in ("param_dtype", "output_dtype"))
+    return Schedule(
+        options.get("reshard_after_forward", True),
+        last,
+        options.get("accumulate", 1) > 1 and not last,
+        *(None if dtype is None else getattr(torch, dtype) for dtype in dtypes),
+    )
 
 
 class FullyShard:
@@ -333,8 +362,8 @@ class FullyShard:
         units: FQN of each unit to its bytes.
         parameters: FQN of each unit to its parameters on meta.
         schedule: Options.
-        allocate: Allocates a buffer of so many bytes, recorded as gathered.
-        lasting: Records so many bytes that stay until the end of the step (shards of gradients).
+        allocate: Allocates a buffer of so many bytes, recorded as gathered; with ``lasting`` a shard of gradients,
+            which stays until the end of the step.
     """
 
     def __init__(
@@ -343,16 +372,16 @@ class FullyShard:
         units: Mapping[str, UnitBytes],
         parameters: Mapping[str, list[torch.Tensor]],
         schedule: Schedule,
-        allocate: Callable[[int], torch.Tensor],
-        lasting: Callable[[int], None],
+        allocate: Callable[..., torch.Tensor],
     ) -> None:
         self._model, self._schedule = model, schedule
         self._units = {name: (sizes, parameters[name]) for name, sizes in units.items()}
-        self._allocate, self._lasting = allocate, lasting
+        self._allocate = allocate
         self._full: dict[str, torch.Tensor] = {}  # parameters by unit
         self._held: dict[str, torch.Tensor] = {}  # gradients of earlier batches by unit
         self._received: tuple[str, torch.Tensor | None] = ("", None)  # unit and buffer of the last all-gather
         self._sent: torch.Tensor | None = None  # buffer of the last reduce-scatter
+        self._results: list[torch.Tensor] = []  # that replicas sum
         self._order: list[str] = []  # of forward
         self._in_backward = False
         self._handles: list[Any] = []
@@ -439,7 +468,14 @@ class FullyShard:
             self._sent = self._allocate(self._units[name][0].reduced)
             self._held.pop(name, None)
             self._drop_gradients(name)
-            self._lasting(self._units[name][0].sharded)
+            sizes = self._units[name][0]
+            casts = sizes.result != sizes.sharded
+            # The shards themselves are the result, unless it is cast, or added to those of earlier batches.
+            if casts or self._schedule.adds_shards:
+                results = [self._allocate(sizes.result)]
+                self._results += results if sizes.is_replicated else []
+                results += [self._allocate(sizes.sharded)] if casts and self._schedule.adds_shards else []
+            self._allocate(sizes.sharded, lasting=True)
 
     def _drop_gradients(self, name: str) -> None:
         for parameter in self._units[name][1]:
@@ -609,20 +645,23 @@ def unit_transfers(resolution: Resolution, roles: AxisRoles, options: StepOption
     return transfers
 
 
-def unit_bytes(
-    resolution: Resolution, transfers: Iterable[Transfer], units: Iterable[str] | None, dtype: str | None
-) -> dict[str, UnitBytes]:
+def unit_bytes(resolution: Resolution, transfers: Iterable[Transfer], options: StepOptions) -> dict[str, UnitBytes]:
     """Return the bytes of each unit that is gathered along data axes, by its FQN."""
     full: dict[tuple[str, str], int] = {}
     for each in transfers:  # the outermost axis gathers what inner ones have gathered
         full[each.name, each.op] = max(full.get((each.name, each.op), 0), each.full_bytes)
-    members = units_of(resolution.metadata, units)
+    members, dtype = units_of(resolution.metadata, options.get("units")), options.get("dtype")
+    policy = policy_of(options)
+    reduce = policy["reduce_dtype"] or policy["param_dtype"] or dtype
     sizes = {}
     for unit in (unit for unit, op in full if op == "all_gather"):
         trained = [each for each in members[unit] if each.requires_grad and each.name in resolution.layouts]
-        shards = 0
-        for tensor in trained:
-            layout = resolution.layouts[tensor.name]
-            shards += tensor.bytes_of(prod(layout.local_shape(layout.first_rank, tensor.shape)), dtype)
-        sizes[unit] = UnitBytes(full[unit, "all_gather"], full.get((unit, "reduce_scatter"), 0), shards)
+        layouts = [resolution.layouts[each.name] for each in trained]
+        numels = [prod(at.local_shape(at.first_rank, each.shape)) for each, at in zip(trained, layouts, strict=True)]
+        shards, results = (
+            sum(each.bytes_of(numel, kind) for each, numel in zip(trained, numels, strict=True))
+            for kind in (dtype, reduce)
+        )
+        sent = full.get((unit, "reduce_scatter"), 0)
+        sizes[unit] = UnitBytes(full[unit, "all_gather"], sent, shards, results, (unit, "all_reduce") in full)
     return sizes

@@ -88,10 +88,6 @@ class Timeline:
         """Record that an allocation is free again."""
         self.log.append(("-", allocation))
 
-    def last(self, size: int) -> None:
-        """Record bytes of gradients that stay until the end."""
-        self.allocate(size).lasting = True
-
     def all(self, kind: str) -> list[Any]:
         """Return the entries of one kind."""
         return [value for each, value in self.log if each == kind]

@@ -26,10 +26,10 @@ from shard_spec.specs import ShardingSpec, from_torch
 
 
 def require_floating(*dtypes: object) -> None:
-    """Refuse dtypes that a module cannot be converted to; None and flags are no dtype."""
+    """Refuse dtypes that a module cannot be converted to; None is no dtype."""
     kinds = [name for name in ITEM_BYTES if name in FLOATING]
     for dtype in dtypes:
-        if not isinstance(dtype, bool | None) and dtype not in kinds:  # grads= may be a flag
+        if dtype is not None and dtype not in kinds:
             raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(kinds)}"))
 
 
