@@ -709,12 +709,14 @@ class _Flow:
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator, and record its results beside the copies that its kernel makes of operands."""
         for kind, name in ("workspace", uncounted_workspace(operator, args)), ("formula", counted_formula(operator)):
-            self.inexact[kind] |= {name} if name else set()
-        copied = copied_operands(operator, args, on_cpu=self.values.on_cpu)
+            if name:
+                self.inexact[kind].add(name)
+        tensors = list(tensors_of((args, kwargs)))
+        copied = copied_operands(operator, args, tensors, on_cpu=self.values.on_cpu)
         copies = [self.timeline.allocate(self.bytes_on_rank(each)) for each in copied]
-        result = self._observe(operator, args, kwargs)
+        result = self._observe(operator, args, kwargs, tensors)
         if flops := flops_of(operator, args, kwargs, result):
-            memories = [memory_of(each) for each in tensors_of((args, kwargs))]
+            memories = [memory_of(each) for each in tensors]
             weights = [self.weights[memory] for memory in memories if memory in self.weights]
             axes = frozenset().union(
                 *(self._cut.get(memory, frozenset()) for memory in memories),
@@ -726,7 +728,7 @@ class _Flow:
             self.timeline.free(copy)
         return result
 
-    def _observe(self, operator: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, operator: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         if operator is torch.ops.aten._local_scalar_dense.default:  # item(): python code branches on it
             return self.values.read(args[0]).item()
         if operator is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
@@ -737,8 +739,8 @@ class _Flow:
                 if (values := self.values.of(args[1])) is not None
                 else self.values.on_host(args[0])
             )
-        tensors = list(tensors_of((args, kwargs)))
-        if not all(each.is_meta for each in tensors) and any(each.is_meta for each in tensors):
+        on_meta = [each.is_meta for each in tensors]
+        if any(on_meta) and not all(on_meta):
             args, kwargs = self.values.beside(args), self.values.beside(kwargs)
             tensors = list(tensors_of((args, kwargs)))
         if operator in _INDEXING:

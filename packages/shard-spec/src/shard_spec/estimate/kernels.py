@@ -10,8 +10,9 @@ function is called.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from shard_spec._torch_compat import engine_references, memory_of, references
-from shard_spec.estimate.step_options import mapped, tensors_of
+from shard_spec.estimate.step_options import mapped
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS = {_ATEN.convolution.default: (0, 1), _ATEN.convolution_backward.default: (1, 2)}  # input, weight
@@ -105,19 +106,30 @@ _READ_BY_BLAS = {
 
 # Kernels that read lazy conjugates and negatives; for others they are made in new memory.
 _READ_LAZY = {"mm", "bmm", "addmm", "baddbmm", "dot", "vdot", "clone", "copy_", "resolve_conj", "resolve_neg"}
+
+
+@functools.cache
+def _name_of(operator: Any) -> str:
+    return str(operator.overloadpacket.__name__)
+
+
+@functools.cache
+def _reads_lazy(operator: Any) -> bool:
+    return operator.is_view or _name_of(operator) in _READ_LAZY
+
+
 _NORM_BACKWARD = {_ATEN.native_batch_norm_backward.default, _ATEN.batch_norm_backward.default}
 
 
-def copied_operands(operator: Any, args: Any, *, on_cpu: bool) -> list[torch.Tensor]:
+def copied_operands(operator: Any, args: Any, tensors: Sequence[torch.Tensor], *, on_cpu: bool) -> list[torch.Tensor]:
     """Return the operands that the operator's kernel copies while it runs, or tensors as large as what it allocates.
 
     A kernel copies operands whose strides it cannot read. On a CPU the backward of a batch norm keeps a product in new
     memory, and on every device a tensor that is rolled along several dims is rolled once for each.
     """
-    if not operator.is_view and operator.overloadpacket.__name__ not in _READ_LAZY:
-        lazy = [each for each in tensors_of(args) if each.is_conj() or each.is_neg()]
-        if lazy:
-            return lazy
+    lazy = [each for each in tensors if each.is_conj() or each.is_neg()]
+    if lazy and not _reads_lazy(operator):
+        return lazy
     if on_cpu and operator in _NORM_BACKWARD and args[0].is_contiguous(memory_format=_memory_format(args[1])):
         return [args[1]]
     if operator is _ATEN.roll.default and len(args[1]) > 1:
@@ -198,7 +210,7 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
     A convolution unfolds its input into columns or reorders it into blocks; a sum of booleans (in the backward of
     ``amax``) converts them to integers first.
     """
-    name = str(operator.overloadpacket.__name__)
+    name = _workspace_of(operator)
     if operator is _ATEN.sum.dim_IntList and args[0].dtype == torch.bool:
         return "sums of booleans"
     if (
@@ -206,14 +218,17 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
         and _memory_format(args[1]) in _CHANNELS_LAST.values()
     ):
         return "pooling with channels last"
-    if name.startswith(_WITH_WORKSPACE):
-        return name
-    return "convolutions" if operator in _CONVOLUTIONS else ""
+    return name or ("convolutions" if operator in _CONVOLUTIONS else "")
+
+
+@functools.cache
+def _workspace_of(operator: Any) -> str:
+    return _name_of(operator) if _name_of(operator).startswith(_WITH_WORKSPACE) else ""
 
 
 def counted_formula(operator: Any) -> str:
     """Return the name of an operator whose backward counts more than kernels allocate, or ``""``."""
-    return str(operator.overloadpacket.__name__) if operator in _FORMULAS else ""
+    return _name_of(operator) if operator in _FORMULAS else ""
 
 
 # torch/csrc/autocast_mode.h of 2.13: products in the lower dtype on every device; the rest differs.
