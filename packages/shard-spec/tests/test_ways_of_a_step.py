@@ -285,7 +285,7 @@ class Makes(nn.Module):
         mask = torch.ones(64, 64).triu(1).bool()
         x = x.masked_fill(mask, 0.0) * torch.eye(64) + torch.tensor([1.0, 2.0] * 32)
         x = x * self.scale + torch.from_numpy(np.ones((64, 64), dtype=np.float32))
-        x = x + torch.as_tensor(np.arange(64.0, dtype=np.float32))
+        x = torch.as_tensor(x) + torch.as_tensor(np.arange(64.0, dtype=np.float32)) + torch.asarray(self.scale)
         return (x + torch.arange(64)[torch.tensor(3)]).sum()
 
 
@@ -307,7 +307,7 @@ def test_what_a_forward_stores_is_taken_back() -> None:
     class Stores(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.seen, self.by_name = nn.Linear(8, 8), [0], {"none": 0}
+            self.layer, self.seen, self.by_name, self.both = nn.Linear(8, 8), [0], {"none": 0}, {0}
             self.last: Any = None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -315,6 +315,7 @@ def test_what_a_forward_stores_is_taken_back() -> None:
             self.new = self.last
             self.seen.append(self.last)
             self.by_name["last"] = self.last
+            self.both.add(self.last)
             total: torch.Tensor = self.last.sum()
             return total
 
@@ -322,7 +323,7 @@ def test_what_a_forward_stores_is_taken_back() -> None:
     seen, by_name = model.seen, model.by_name
     assert ShardingPlan({}, mesh={"dp": 1}).activations(model, torch.zeros(2, 8)).peak_bytes > 0
     assert model.last is None and not hasattr(model, "new")
-    assert model.seen is seen == [0] and model.by_name is by_name == {"none": 0}
+    assert model.seen is seen == [0] and model.by_name is by_name == {"none": 0} and model.both == {0}
 
 
 @pytest.mark.parametrize("what", ["tolist", "numpy", "mask", "nonzero", "unique", "rows"])

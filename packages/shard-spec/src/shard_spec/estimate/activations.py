@@ -215,7 +215,7 @@ def _simulated(
     autocast = Autocast(getattr(torch, lower) if lower else None, "cpu" if devices == {"cpu"} else "cuda")
     context = tuple(axis for axis in roles.axes("context") if mesh.axis_size(axis) > 1)
     flow, kind = _Flow(weights, dict(mesh.axes), gathers), options.get("context", "gather")
-    flow.values.on_cpu = devices == {"cpu"}
+    flow.values.on_cpu = devices <= {"cpu"}
     flow.adds_gradients = options.get("accumulate", 1) > 1 or options.get("ddp") == "views"
     exchanges = Exchanges(dict(mesh.axes), context, kind, flow.record, flow.bytes_on_rank)
     # all ranks' batch: a data rank gets its share
@@ -416,7 +416,9 @@ class _TorchFunctions(TorchFunctionMode):
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(map(self._index, args[1]))
         if func in _CONSTANTS and torch.device((kwargs or {}).get("device") or "cpu").type == "meta":
-            return self._flow.values.constant(*args, **(kwargs or {}))
+            if func is torch.tensor or not isinstance(args[0], torch.Tensor):
+                return self._flow.values.constant(*args, **(kwargs or {}))
+            args = self._flow.values.beside(args[0]), *args[1:]  # is itself there, without a copy
         if func is torch.empty and (kwargs or {}).get("pin_memory"):
             return self._flow.values.on_host(func(*args, **{**(kwargs or {}), "pin_memory": False, "device": "meta"}))
         if func is torch.Tensor.to and memory_of(args[0]) in self._flow.values.host:
@@ -500,12 +502,14 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for attributes, own in zip(owned, before, strict=True):
-            attributes.clear()
-            attributes.update(own)
-        for container, content in held:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+        for container, content in (*zip(owned, before, strict=True), *held):
+            if isinstance(container, list):
+                container[:] = content
+                continue
+            # Never empty: another thread may read it.
+            for added in set(container) - set(content):
+                container.pop(added) if isinstance(container, dict) else container.remove(added)
+            container.update(content)
 
 
 @dataclass(frozen=True)

@@ -338,7 +338,8 @@ class Autocast:
                 return mapped(value, cast)
             if not value.is_floating_point() or value.dtype in (wanted, torch.float64):
                 return value
-            if not (value.is_leaf and value.requires_grad and value.dtype == torch.float32):
+            is_weight = value.is_leaf and value.requires_grad and value.dtype == torch.float32
+            if name == "einsum" or not is_weight:  # einsum's products get views, whose casts are not kept
                 return value.to(wanted)
             key = memory_of(value)
             lower = self._weights.get(key)
