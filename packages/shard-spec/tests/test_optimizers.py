@@ -174,6 +174,29 @@ def test_options_that_need_an_accelerator_keep_the_state(fused: bool) -> None:
     assert plain.on(0)["optimizer step"] >= 4 * 256 * 256 * 4
 
 
+class Rows(torch.optim.Optimizer):
+    """An optimizer with an option that its signature does not name, and one that is in no group."""
+
+    def __init__(self, params: Any, second: bool = False, **options: Any) -> None:
+        super().__init__(params, options)
+        self.second = second
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                slots = ("first", "second") if self.second else ("first",)
+                self.state[p] = {name: torch.zeros_like(p) for name in (*slots, *(["mom"] if group["mom"] else []))}
+
+
+def test_options_of_an_instance_count_wherever_it_keeps_them() -> None:
+    model = net()
+    size = sum(each.nbytes for each in model.parameters())
+    for options, slots in (({"mom": False}, 1), ({"mom": True}, 2), ({"mom": True, "second": True}, 3)):
+        memory = PLAN.memory(model, optimizer=Rows(model.parameters(), **options))
+        assert memory.on(0)["optimizer"] == slots * size, options
+
+
 def test_a_class_of_ones_own_is_not_taken_for_that_of_torch() -> None:
     own = type("AdamW", (Lists,), {})
     assert (

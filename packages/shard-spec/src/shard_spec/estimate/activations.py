@@ -316,7 +316,7 @@ class Step(nn.Module):
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if memory_of(tensor) not in flow.weights:  # parameters are counted elsewhere
                 storages[memory_of(tensor)] = tensor.untyped_storage(), timeline.stage
-            return tensor
+            return tensor.detach()  # a result that holds its own node would outlive a branch without backward
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = self.model(*arguments, **named)

@@ -194,8 +194,18 @@ def _laid_out(result: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 _WITH_WORKSPACE = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "multilabel_margin_loss"),
     *("linalg_", "cholesky", "lu_unpack", "_fft_", "_embedding_bag", "_trilinear", "upsample_", "_upsample_"),
-    *("fractional_max_pool", "masked_scatter", "index_reduce", "kthvalue", "median", "nanmedian", "nansum", "rrelu"),
-    *("var_mean", "std_mean", "scatter_reduce"),  # sums within their formulas
+    *(
+        "fractional_max_pool",
+        "masked_scatter",
+        "_euclidean_dist",
+        "index_reduce",
+        "kthvalue",
+        "median",
+        "nanmedian",
+        "nansum",
+        "rrelu",
+    ),
+    *("_euclidean_dist", "var_mean", "std_mean", "scatter_reduce"),  # sums within their formulas
 )
 # On the meta device their backward is a formula of many results, where kernels on real devices keep fewer.
 _FORMULAS = {
@@ -243,13 +253,15 @@ _LOWER = {
     "baddbmm",
     "addbmm",
     "einsum",
-    "mv",
+    *("tensordot", "inner", "linalg_vecdot"),
     *(f"conv{kind}{dim}d" for kind in ("", "_transpose") for dim in (1, 2, 3)),
     "scaled_dot_product_attention",
     "prelu",
     "chain_matmul",
     "multi_dot",
 }
+_VIEWED = {"einsum", "tensordot", "inner"}  # their products get views of weights, whose casts are not kept
+_LOWER_CUDA = {"mv", "addmv", "addr"}
 # Losses that both devices compute in float32.
 _LOSSES = {
     "mse_loss",
@@ -298,8 +310,10 @@ _FULL_CUDA = _LOSSES | {
 }
 _FULL_CPU = _LOSSES | {
     *("binary_cross_entropy", "ctc_loss", "prod", "cdist", "trace", "quantile", "grid_sample", "stft"),
-    *("avg_pool3d", "max_pool3d", "adaptive_avg_pool3d"),
+    *("avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "view_as_complex", "polar", "nanquantile"),
+    *("inverse", "pinverse", "cholesky", "cholesky_inverse", "cholesky_solve", "logdet"),
 }
+_FULL_CPU_KINDS = ("fft_", "linalg_")  # of all names that begin so, but for products
 
 
 class Autocast:
@@ -328,8 +342,11 @@ class Autocast:
         elif dtype is None:
             self._weights.clear()
             return args, kwargs
-        full = _FULL_CPU if (entered or [self.device])[0] == "cpu" else _FULL_CUDA
-        wanted = dtype if name in _LOWER else torch.float32 if name in full else None
+        if (entered or [self.device])[0] == "cpu":
+            lower, full = name in _LOWER, name in _FULL_CPU or name.startswith(_FULL_CPU_KINDS)
+        else:
+            lower, full = name in _LOWER or name in _LOWER_CUDA, name in _FULL_CUDA
+        wanted = dtype if lower else torch.float32 if full else None
         if wanted is None:
             return args, kwargs
 
@@ -339,12 +356,11 @@ class Autocast:
             if not value.is_floating_point() or value.dtype in (wanted, torch.float64):
                 return value
             is_weight = value.is_leaf and value.requires_grad and value.dtype == torch.float32
-            if name == "einsum" or not is_weight:  # einsum's products get views, whose casts are not kept
+            if name in _VIEWED or not is_weight:
                 return value.to(wanted)
-            key = memory_of(value)
-            lower = self._weights.get(key)
-            if lower is None:
-                lower = self._weights[key] = value.to(wanted)
-            return lower
+            kept = self._weights.get(memory_of(value))
+            if kept is None:
+                kept = self._weights[memory_of(value)] = value.to(wanted)
+            return kept
 
         return cast(args), cast(kwargs)

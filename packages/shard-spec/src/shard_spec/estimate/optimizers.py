@@ -266,11 +266,14 @@ def _of_patterns(rules: Mapping[Any, Any], metadata: ModelMetadata) -> Optimizer
 def _of_instance(optimizer: torch.optim.Optimizer, metadata: ModelMetadata, module: object) -> OptimizerChoice:
     """Return the choice of a live optimizer: its class, with the options of each parameter's group."""
     kind = type(optimizer)
-    accepted = set(inspect.signature(kind).parameters)
+    accepted = inspect.signature(kind).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    own = {name: value for name, value in vars(optimizer).items() if name in accepted}  # no options of groups
     owners = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
     states = []
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key in accepted and key != "params"}
+        given = {key: value for key, value in group.items() if takes_all or key in accepted}
+        options = {key: value for key, value in (own | given).items() if key != "params"}
         states.append(OptimizerState(kind.__name__, factory=functools.partial(kind, **options)))
     named = module.named_parameters() if isinstance(module, nn.Module) else ()
     names = {name: id(each) for name, each in named}
