@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Event = tuple[int, int]  # address, bytes allocated or freed
 _MARK = 1237  # bytes that nothing else allocates
@@ -67,6 +69,22 @@ def llama(dtype: torch.dtype = torch.float32) -> Any:
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "use_cache": False}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).to(dtype).train()
+
+
+class Reentrant(nn.Module):
+    """Blocks in re-entrant checkpoints, whose forward runs without gradients first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(512, 96), nn.Linear(96, 512)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)) for _ in range(12))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -124,6 +142,7 @@ def fsdp_ways() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         "policy, sync at the last": ({**last, "mp_policy": both}, {"accumulate": 2, "sync": "last", "mp_policy": both}),
         "no reshard": ({"reshard_after_forward": False}, {"reshard_after_forward": False}),
         "root alone": ({"root_alone": True}, {"units": []}),
+        "re-entrant checkpoints": ({"reentrant": True}, {}),
         "replicas": ({"replicas": 2}, {}),
         "replicas, two batches": ({"replicas": 2, "batches": 2}, {"accumulate": 2}),
         "replicas, bfloat16 reduction": (
@@ -139,12 +158,13 @@ def real_fsdp(
     batches: int = 1,
     sync_last: bool = False,
     root_alone: bool = False,
+    reentrant: bool = False,
     **how: Any,
 ) -> dict[str, int]:
     from torch.distributed.fsdp import fully_shard
 
-    model = llama(dtype)
-    for layer in () if root_alone else model.model.layers:
+    model: Any = Reentrant() if reentrant else llama(dtype)
+    for layer in () if root_alone else getattr(model, "model", model).layers:
         fully_shard(layer, mesh=mesh, **how)
     fully_shard(model, mesh=mesh, **how)
 
@@ -167,7 +187,8 @@ def main() -> None:
     torch.backends.mkldnn.set_flags(False)  # its kernels copy operands
     dist.init_process_group("fake", rank=0, world_size=4)
     for way, (how, options) in fsdp_ways().items():
-        model, replicas = llama(how.get("dtype", torch.float32)), how.pop("replicas", 1)
+        model: Any = Reentrant() if "reentrant" in how else llama(how.get("dtype", torch.float32))
+        replicas = how.pop("replicas", 1)
         axes = {"dp_replicate": replicas, "fsdp": 4 // replicas} if replicas > 1 else {"fsdp": 4}
         mesh = init_device_mesh("cpu", (*axes.values(),), mesh_dim_names=(*axes,))
         plan = FullyShardPlanner(axes, "fsdp").build_plan(model)

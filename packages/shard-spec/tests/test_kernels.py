@@ -40,6 +40,10 @@ RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         x.contiguous(memory_format=torch.channels_last), None, None, training=True
     ),
     "a branch without a gradient": lambda x: x * (x @ x.mT).softmax(-1).argmax(-1, keepdim=True),
+    "gradients within the forward": lambda x: x + torch.autograd.grad(x.exp().sum(), x)[0].detach(),
+    "attention's gradient by heads": lambda x: (
+        nn.functional.scaled_dot_product_attention(x, x, x).permute(2, 0, 1, 3).contiguous().square()
+    ),
     "roll of two dims": lambda x: x.roll((1, 2), (2, 3)),
     "lazy conjugates": lambda x: torch.view_as_real(
         torch.complex(x, x.square()) * torch.complex(x.exp(), x)

@@ -228,6 +228,8 @@ def test_wrong_optimizers_are_refused_with_a_way_on() -> None:
         (torch.optim.AdamW(net().parameters()), "the class AdamW"),
         ({"*.weight": "sgd"}, "'\\*\\*' at the end for the rest"),
         ({"**": "sgd", "nothing.*": "adam"}, "no parameter is left"),
+        ({"**": {"**": "adamw"}}, "optimizer.*give a name, a class or a partial"),
+        ("", "a class or an instance"),
     ]
     for optimizer, message in wrong:
         with pytest.raises(PlanError, match=message):

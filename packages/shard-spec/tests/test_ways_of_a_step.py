@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,11 @@ def test_every_way_of_a_step_is_that_of_a_recorded_run() -> None:
         [sys.executable, "-W", "ignore", str(script)], check=True, capture_output=True, text=True, timeout=280
     )
     rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 15
+    assert len(rows) == 16
     for row in rows:
         for part, real in row["recorded"].items():
-            assert row["predicted"][part] == pytest.approx(real, rel=0.03), (row["way"], part)
+            rel = 0.16 if "re-entrant" in row["way"] else 0.03  # a note says that the root is freed earlier
+            assert row["predicted"][part] == pytest.approx(real, rel=rel), (row["way"], part)
     # The ways differ: an option that is ignored would leave its row at the plain one.
     assert len({tuple(row["predicted"].values()) for row in rows}) == len(rows)
 
@@ -114,8 +117,14 @@ def test_gradients_count_when_they_are_made() -> None:
         ({"ddp": "buckets"}, "DistributedDataParallel wraps models"),
         ({"mp_policy": {"param": "bfloat16"}}, "param_dtype, reduce_dtype, output_dtype"),
         ({"mp_policy": {"param_dtype": "bf16"}}, "unsupported-dtype"),
-        ({"autocast": "half"}, "unsupported-dtype"),
-        ({"autocast": True}, "unsupported-dtype"),
+        ({"autocast": "half"}, "autocast.*bfloat16, float16"),
+        ({"autocast": True}, "autocast.*bfloat16, float16"),
+        ({"autocast": "float64"}, "autocast.*bfloat16, float16"),
+        ({"checkpointing": "no"}, "checkpointing.*True or False"),
+        ({"loss": 3}, "loss.*a function loss"),
+        ({"loss": []}, "loss.*a function loss"),
+        ({"loss": nn.CrossEntropyLoss()}, "loss.*a function loss"),
+        ({"loss": nn.MSELoss}, "loss.*a function loss"),
         ({"units": [3]}, "a list of names"),
         ({"units": (name for name in ("first",))}, "a list of names"),
         ({"data_axes": 3}, "a list of names"),
@@ -309,6 +318,8 @@ def test_what_a_forward_stores_is_taken_back() -> None:
             super().__init__()
             self.layer, self.seen, self.by_name, self.both = nn.Linear(8, 8), [0], {"none": 0}, {0}
             self.last: Any = None
+            self.queue, self.ordered, self.nested = deque([0]), OrderedDict(none=0), {"list": [[0]]}
+            self.cache, self.count = SimpleNamespace(keys=None), torch.zeros(1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.last = self.layer(x)
@@ -316,6 +327,11 @@ def test_what_a_forward_stores_is_taken_back() -> None:
             self.seen.append(self.last)
             self.by_name["last"] = self.last
             self.both.add(self.last)
+            self.queue.append(self.last)
+            self.ordered["last"] = self.last
+            self.nested["list"][0].append(self.last)
+            self.cache.keys = self.last
+            self.count += 1
             total: torch.Tensor = self.last.sum()
             return total
 
@@ -324,6 +340,25 @@ def test_what_a_forward_stores_is_taken_back() -> None:
     assert ShardingPlan({}, mesh={"dp": 1}).activations(model, torch.zeros(2, 8)).peak_bytes > 0
     assert model.last is None and not hasattr(model, "new")
     assert model.seen is seen == [0] and model.by_name is by_name == {"none": 0} and model.both == {0}
+    assert model.queue == deque([0]) and model.ordered == {"none": 0} and model.nested == {"list": [[0]]}
+    assert model.cache.keys is None and model.count.item() == 0
+
+
+def test_two_threads_estimate_one_model_after_another() -> None:
+    model, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12))), torch.zeros(4, 32)
+    plan = ShardingPlan({}, mesh={"dp": 1})
+    wanted, found = plan.memory(model, x).total(0), list[int]()
+
+    def estimate() -> None:
+        found.extend(plan.memory(model, x).total(0) for _ in range(4))
+
+    threads = [threading.Thread(target=estimate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wanted] * 8
+    assert not any(each.is_meta for each in model.parameters())
 
 
 @pytest.mark.parametrize("what", ["tolist", "numpy", "mask", "nonzero", "unique", "rows"])

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import traceback
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -129,7 +130,7 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
         notes.append("keys of all ranks: a mask for a kernel that is not causal by offset is not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
-    if on_cpu and (dtype := options.get("dtype")):
+    if on_cpu and (dtype := policy_of(options)["param_dtype"] or options.get("dtype")):
         on_cpu = [getattr(torch, dtype)]
     if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
         notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
@@ -174,15 +175,19 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
 
     Of many blocks that are alike a few run, if the log of the step is that of all of them.
     """
-    repeated = repeated_groups(original_of(module), resolution)
-    if repeated:
-        with suppress(Exception):  # a step in which all blocks run raises its own error
-            step = _simulated(resolution, module, batch, options, repeated)
-            if step is not None:
-                return step
-    step = _simulated(resolution, module, batch, options, [])
-    assert step is not None  # nothing was left out
-    return step
+    with _ONE_AT_A_TIME:
+        repeated = repeated_groups(original_of(module), resolution)
+        if repeated:
+            with suppress(Exception):  # a step in which all blocks run raises its own error
+                step = _simulated(resolution, module, batch, options, repeated)
+                if step is not None:
+                    return step
+        step = _simulated(resolution, module, batch, options, [])
+        assert step is not None  # nothing was left out
+        return step
+
+
+_ONE_AT_A_TIME = threading.RLock()  # a step puts tensors on meta in the place of the model's own
 
 
 def _simulated(
@@ -244,7 +249,7 @@ def _simulated(
         on_every_operator(flow.run),
         _TorchFunctions(flow, autocast, exchanges),
         torch.device("meta") if flow.values.on_cpu else nullcontext(),  # new tensors lie beside the model
-        FullyShard(module, sizes, parameters, schedule_of(options), flow.buffer),
+        FullyShard(module, sizes, parameters, schedule_of(options), flow.buffer) as fully_shard,
         skipped,
     ):
         handles = flow.sum_experts(module, resolution)
@@ -262,6 +267,7 @@ def _simulated(
                 handle.remove()
     if not skipped.is_complete:
         return None
+    step.notes += fully_shard.notes
     step.notes += _unreached(
         resolution.metadata, skipped.names, {n for n, t in state.items() if memory_of(t) in flow.reached}
     )
@@ -311,17 +317,17 @@ class Step(nn.Module):
 
     def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         flow, timeline = self.flow, self.flow.timeline
-        storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        # Only the step itself may keep memory alive: what its branches drop is freed.
+        storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if memory_of(tensor) not in flow.weights:  # parameters are counted elsewhere
-                storages[memory_of(tensor)] = tensor.untyped_storage(), timeline.stage
+                storages[memory_of(tensor)] = weakref.ref(tensor.untyped_storage()), timeline.stage
             return tensor.detach()  # a result that holds its own node would outlive a branch without backward
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = self.model(*arguments, **named)
         self._mark_kept(storages, output)
-        storages.clear()  # only the step itself may keep memory alive
         # Scores over a vocabulary: the field ``logits``, or a 3-d output as wide as an embedding table.
         tables = {each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding)}
         field = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -356,7 +362,7 @@ class Step(nn.Module):
             reason = (str(error).splitlines() or [""])[0][:120]
             self.notes.append(f"backward is not counted: {type(error).__name__}: {reason}")
 
-    def _mark_kept(self, storages: Mapping[int, tuple[torch.UntypedStorage, int]], output: Any) -> None:
+    def _mark_kept(self, storages: Mapping[int, tuple[weakref.ref[torch.UntypedStorage], int]], output: Any) -> None:
         """Mark what stays until backward: memory that autograd's hooks have seen, with the stage that saved it."""
         flow = self.flow
         # A checkpointed block keeps its inputs without autograd's hooks: count all live memory but the output.
@@ -366,7 +372,10 @@ class Step(nn.Module):
                 self.ends["outputs"][allocation.stage] += allocation.size
             elif not allocation.gathered:
                 allocation.kept = allocation.size, allocation.stage
-        for memory, (storage, stage) in storages.items():
+        for memory, (reference, stage) in storages.items():
+            storage = reference()
+            if storage is None:
+                continue
             size = flow.local_bytes(memory, storage)
             if memory in flow.alive:
                 flow.alive[memory].kept = size, stage
@@ -496,20 +505,41 @@ def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
 @contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """Take back what forwards store on their modules within this context: it would be on the meta device."""
-    owned = [each.__dict__ for each in module.modules()]
-    before = [dict(each) for each in owned]
-    held = [(value, value.copy()) for each in before for value in each.values() if type(value) in (list, dict, set)]
+    seen: dict[int, tuple[Any, Any]] = {}  # id of a container, or of a tensor that is no parameter, to it and a copy
+    for each in module.modules():
+        seen[id(each.__dict__)] = each.__dict__, dict(each.__dict__)
+        for name, value in each.__dict__.items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                _remember(value, seen)
     try:
         yield
     finally:
-        for container, content in (*zip(owned, before, strict=True), *held):
-            if isinstance(container, list):
-                container[:] = content
-                continue
-            # Never empty: another thread may read it.
-            for added in set(container) - set(content):
-                container.pop(added) if isinstance(container, dict) else container.remove(added)
-            container.update(content)
+        for container, content in seen.values():
+            if isinstance(container, torch.Tensor):
+                if container._version != content[0]:
+                    container.detach().copy_(content[1])
+            elif isinstance(container, list | deque):
+                container.clear()
+                container.extend(content)
+            else:  # never empty: another thread may read it
+                for added in set(container) - set(content):
+                    container.pop(added) if isinstance(container, dict) else container.remove(added)
+                container.update(content)
+
+
+def _remember(value: Any, seen: dict[int, tuple[Any, Any]]) -> None:
+    """Copy a container, and those that it and the attributes of its objects hold, by their ids."""
+    if isinstance(value, nn.Module | type | nn.Parameter) or id(value) in seen:
+        return
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta:
+            seen[id(value)] = value, (value._version, value.detach().clone())
+    elif isinstance(value, list | dict | set | deque):
+        seen[id(value)] = value, value.copy()
+        for item in list(value.values() if isinstance(value, dict) else value):
+            _remember(item, seen)
+    elif hasattr(value, "__dict__") and not callable(value):
+        _remember(value.__dict__, seen)
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ def _reads_lazy(operator: Any) -> bool:
     return operator.is_view or _name_of(operator) in _READ_LAZY
 
 
+_FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
 _NORM_BACKWARD = {_ATEN.native_batch_norm_backward.default, _ATEN.batch_norm_backward.default}
 
 
@@ -125,11 +126,14 @@ def copied_operands(operator: Any, args: Any, tensors: Sequence[torch.Tensor], *
     """Return the operands that the operator's kernel copies while it runs, or tensors as large as what it allocates.
 
     A kernel copies operands whose strides it cannot read. On a CPU the backward of a batch norm keeps a product in new
-    memory, and on every device a tensor that is rolled along several dims is rolled once for each.
+    memory, that of attention a gradient by heads; on every device a tensor rolled along several dims is
+    rolled once for each.
     """
     lazy = [each for each in tensors if each.is_conj() or each.is_neg()]
     if lazy and not _reads_lazy(operator):
         return lazy
+    if on_cpu and operator is _FLASH_BACKWARD and not args[0].transpose(1, 2).is_contiguous():
+        return [args[0]]
     if on_cpu and operator in _NORM_BACKWARD and args[0].is_contiguous(memory_format=_memory_format(args[1])):
         return [args[1]]
     if operator is _ATEN.roll.default and len(args[1]) > 1:
@@ -221,6 +225,10 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
     ``amax``) converts them to integers first.
     """
     name = _workspace_of(operator)
+    if _is_pointwise(operator):
+        dtypes = {each.dtype for each in args if isinstance(each, torch.Tensor) and each.dim()}
+        if torch.float64 in dtypes and torch.float32 in dtypes:
+            return "operands of two dtypes"
     if operator is _ATEN.sum.dim_IntList and args[0].dtype == torch.bool:
         return "sums of booleans"
     if (
@@ -229,6 +237,11 @@ def uncounted_workspace(operator: Any, args: Any) -> str:
     ):
         return "pooling with channels last"
     return name or ("convolutions" if operator in _CONVOLUTIONS else "")
+
+
+@functools.cache
+def _is_pointwise(operator: Any) -> bool:
+    return torch.Tag.pointwise in operator.tags
 
 
 @functools.cache
@@ -344,6 +357,7 @@ class Autocast:
             return args, kwargs
         if (entered or [self.device])[0] == "cpu":
             lower, full = name in _LOWER, name in _FULL_CPU or name.startswith(_FULL_CPU_KINDS)
+            full |= name == "pad" and not {"reflect", "replicate"}.isdisjoint((*args[2:3], kwargs.get("mode")))
         else:
             lower, full = name in _LOWER or name in _LOWER_CUDA, name in _FULL_CUDA
         wanted = dtype if lower else torch.float32 if full else None
@@ -363,4 +377,5 @@ class Autocast:
                 kept = self._weights[memory_of(value)] = value.to(wanted)
             return kept
 
-        return cast(args), cast(kwargs)
+        named = cast(kwargs)
+        return tuple(map(cast, args[::-1]))[::-1], named  # torch casts the last argument first

@@ -130,10 +130,7 @@ class Memory:
             own = [at for at, of in enumerate(stage_of) if of == stage]
             shares, gradients = (each.gathered_bytes, each.loss_bytes), [self.parts["gradients"][at] for at in own]
             peak, moment, to_come = (each.peak_bytes - sum(shares), *shares, 0), each.moment, each.to_come
-            by_state = sorted(own, key=lambda at: -self.parts["gradients"][at] - self.parts["optimizer"][at])
-            # The rank with most state, and the first one: the owner of the largest parameter where ranks share it out.
-            steps = (self._step_bytes(self.ranks[at], foreach) for at in {*by_state[:1], *own[:1]})
-            allocated = max(steps, default=0)
+            allocated = self._allocated_by_steps(own, foreach)
             if allocated > each.peak_bytes - to_come * max(gradients, default=0):
                 peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
                 kept = (
@@ -153,6 +150,13 @@ class Memory:
             notes=(*(note for note in self.notes if "sparse tables" not in note), *estimate.notes),
             assumptions=(*estimate.assumptions, *sorted(notes)),
         )
+
+    def _allocated_by_steps(self, places: list[int], foreach: bool) -> int:
+        """Return the most bytes that optimizers allocate in their steps on a rank at one of ``places``."""
+        by_state = sorted(places, key=lambda at: -self.parts["gradients"][at] - self.parts["optimizer"][at])
+        # The rank with most state, and the first one: the owner of the largest parameter where ranks share it out.
+        steps = (self._step_bytes(self.ranks[at], foreach) for at in {*by_state[:1], *places[:1]})
+        return max(steps, default=0)
 
     def verdict(self, limit: int | str) -> str:
         """Return one line: does every rank stay within ``limit``? It ends with what was assumed.

@@ -207,7 +207,7 @@ def choose_optimizer(optimizer: Any, metadata: ModelMetadata, module: object) ->
             parameters without a pattern, ``not-in-optimizer`` for an instance of another model's parameters.
     """
     if optimizer is None or isinstance(optimizer, str):
-        state = state_of_name(optimizer or "none")
+        state = state_of_name("none" if optimizer is None else optimizer)
         return OptimizerChoice(state.name, state)
     if isinstance(optimizer, OptimizerState):
         return OptimizerChoice(optimizer.name, optimizer)
@@ -229,7 +229,7 @@ def choose_optimizer(optimizer: Any, metadata: ModelMetadata, module: object) ->
 def _of_patterns(rules: Mapping[Any, Any], metadata: ModelMetadata) -> OptimizerChoice:
     """Return the choice by patterns: the first pattern that matches a parameter decides."""
     patterns = {key: Pattern(str(key)) for key in rules}
-    states = {key: choose_optimizer(value, metadata, None).default for key, value in rules.items()}
+    states = {key: _state_of_pattern(key, value, metadata) for key, value in rules.items()}
     by_name: dict[str, OptimizerState] = {}
     used = set()
     problems = []
@@ -261,6 +261,13 @@ def _of_patterns(rules: Mapping[Any, Any], metadata: ModelMetadata) -> Optimizer
         raise PlanError(problems)
     name = " + ".join(dict.fromkeys(state.name for state in states.values()))
     return OptimizerChoice(name, OPTIMIZERS["none"], by_name)
+
+
+def _state_of_pattern(key: Any, value: Any, metadata: ModelMetadata) -> OptimizerState:
+    if isinstance(value, Mapping | torch.optim.Optimizer):  # these have a state for each parameter
+        found, hint = f"a {type(value).__name__}", "give a name, a class or a partial"
+        raise PlanError(Problem("invalid-argument", f"optimizer[{key!r}]", found=found, hint=hint))
+    return choose_optimizer(value, metadata, None).default
 
 
 def _of_instance(optimizer: torch.optim.Optimizer, metadata: ModelMetadata, module: object) -> OptimizerChoice:
@@ -307,8 +314,9 @@ def _stepped(factory: Callable[[list[nn.Parameter]], Any], tensors: Sequence[tup
     options = getattr(factory, "keywords", {})
     # Kernels for these run on accelerators alone; they keep the same state.
     mode |= {name: False for name in ("fused", "capturable", "differentiable") if options.get(name)}
+    more = {"lr": 1e-3} if isinstance(options.get("lr"), torch.Tensor) else {}  # as foreach takes it everywhere
     try:
-        optimizer = factory(parameters, **mode)
+        optimizer = factory(parameters, **mode, **more)
         live_bytes_of(optimizer.step)
     except Exception as error:  # another library's code
         line = (str(error).splitlines() or [""])[0][:200]
@@ -345,7 +353,8 @@ def _measured_step(
     if not tensors or options.get("fused"):  # fused kernels keep their results in registers
         return 0
     accepts = "foreach" in inspect.signature(factory).parameters and options.get("foreach") is None
-    foreach = foreach and not isinstance(options.get("lr"), torch.Tensor)  # torch has no such kernels
+    # Torch has no kernels for a learning rate on the device, but for capturable steps.
+    foreach = foreach and (bool(options.get("capturable")) or not isinstance(options.get("lr"), torch.Tensor))
     return live_bytes_of(_stepped(factory, tensors, **({"foreach": foreach} if accepts else {})).step)
 
 

@@ -116,7 +116,7 @@ def check_options(options: StepOptions) -> None:
             for name, hint in near.items()
         ]
     )
-    require_floating(options.get("dtype"), options.get("autocast"), *policy_of(options).values())
+    require_floating(options.get("dtype"), *policy_of(options).values())
     loss: Any = options.get("loss", "causal-lm")
     accumulate: Any = options.get("accumulate", 1)  # callers are untyped
     zero: Any = options.get("zero")
@@ -136,10 +136,25 @@ def check_options(options: StepOptions) -> None:
             for name, given in names_given
         ),
         (
-            isinstance(loss, str) and loss not in LOSSES,
+            # Torch's own take an output and its targets.
+            not (loss is None or loss in LOSSES if isinstance(loss, str | None) else callable(loss))
+            or getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", "")
+            == "torch.nn.modules.loss",
             "loss",
             loss,
             f"one of {', '.join(map(repr, LOSSES))}, a function loss(output, batch), or None",
+        ),
+        (
+            not isinstance(options.get("checkpointing", False), bool),
+            "checkpointing",
+            options.get("checkpointing"),
+            "True or False",
+        ),
+        (
+            options.get("autocast") not in (None, "bfloat16", "float16"),
+            "autocast",
+            options.get("autocast"),
+            "bfloat16, float16, or None",
         ),
         (
             isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1,
@@ -374,8 +389,11 @@ class FullyShard:
         schedule: Schedule,
         allocate: Callable[..., torch.Tensor],
     ) -> None:
-        self._model, self._schedule = model, schedule
-        self._units = {name: (sizes, parameters[name]) for name, sizes in units.items()}
+        self._schedule = schedule
+        self._units = {name: (sizes, parameters[name], model.get_submodule(name)) for name, sizes in units.items()}
+        self._recomputed: list[
+            str
+        ] = []  # units that are gathered for backward and run forward again, the last one inside
         self._allocate = allocate
         self._full: dict[str, torch.Tensor] = {}  # parameters by unit
         self._held: dict[str, torch.Tensor] = {}  # gradients of earlier batches by unit
@@ -383,12 +401,11 @@ class FullyShard:
         self._sent: torch.Tensor | None = None  # buffer of the last reduce-scatter
         self._results: list[torch.Tensor] = []  # that replicas sum
         self._order: list[str] = []  # of forward
-        self._in_backward = False
+        self._phase = "forward"  # then "backward"; "repeated" once backward has gathered a unit as a forward does
         self._handles: list[Any] = []
 
-    def __enter__(self) -> None:
-        for name, (sizes, owned) in self._units.items():
-            unit = self._model.get_submodule(name)
+    def __enter__(self) -> FullyShard:
+        for name, (sizes, owned, unit) in self._units.items():
             before, after = functools.partial(self._before, name), functools.partial(self._after, name)
             self._handles.append(unit.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(unit.register_forward_hook(after))
@@ -398,6 +415,7 @@ class FullyShard:
                 for parameter in owned if sizes.reduced == sizes.gathered else ():
                     hook: Any = parameter.register_post_accumulate_grad_hook
                     self._handles.append(hook(lambda each: setattr(each, "grad", None)))
+        return self
 
     def __exit__(self, *error: object) -> None:
         for name in list(self._full):  # the root, and units whose inputs ask for no gradient
@@ -405,9 +423,21 @@ class FullyShard:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines about what the schedule has not counted."""
+        line = (
+            "re-entrant checkpoints: units are gathered once more for their recomputation, which communication does not"
+            " count, and fully_shard may free the root earlier: an upper bound"
+        )
+        return [line] if self._phase == "repeated" else []
+
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._in_backward:  # recomputation, within a unit that is gathered
-            return None
+        if self._phase != "forward":
+            if name in self._full:
+                self._recomputed.append(name)
+                return None
+            self._phase = "repeated"  # a re-entrant checkpoint, whose first forward has no graph
         # A buffer is kept until the next unit is copied out, so that the copy out of it and that gather overlap.
         received = name, self._allocate(self._units[name][0].gathered)
         self._full[name] = self._allocate(self._units[name][0].gathered)
@@ -419,7 +449,7 @@ class FullyShard:
                 return mapped(value, entered)
             if dtype is not None and value.is_floating_point():
                 value = value.to(dtype)
-            if name and value.requires_grad:  # the root is scattered at the end
+            if name and value.requires_grad and torch.is_grad_enabled():  # the root is scattered at the end
                 # The output of the unit before has a hook too, which has to come after this one.
                 value = value.view_as(value)
                 value.register_hook(lambda grad: self._scatter(name))
@@ -428,7 +458,8 @@ class FullyShard:
         return entered(args), entered(kwargs)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._in_backward:
+        if self._recomputed[-1:] == [name]:
+            self._recomputed.pop()
             return None
         if not name:
             self._received = "", None
@@ -444,7 +475,7 @@ class FullyShard:
         return map_tensors(output, lambda each: each.to(dtype) if each.is_floating_point() else each)
 
     def _gather_again(self, name: str) -> None:
-        self._in_backward = True
+        self._phase = self._phase if self._phase == "repeated" else "backward"
         if name not in self._order:
             return
         *before, _ = self._order[: self._order.index(name) + 1]
