@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.convert import styles
-from shard_spec.estimate.activations import ActivationEstimate, Step, activations_of, simulate
+from shard_spec.estimate.activations import ONE_AT_A_TIME, ActivationEstimate, Step, activations_of, simulate
 from shard_spec.estimate.communication import AlphaBetaCostModel, Communication, Topology, communication_of
 from shard_spec.estimate.memory import Memory, memory_of
 from shard_spec.estimate.optimizers import OptimizerLike, choose_optimizer
@@ -164,11 +164,12 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or a name is not known.
         """
-        resolution = resolve(self, module)
-        static = memory_of(resolution, step, optimizer=optimizer, grads=grads, module=module)
-        if batch is None:
-            return static
-        return _beside(static, _simulated(resolution, module, batch, step), module, grads, step)
+        with ONE_AT_A_TIME:
+            resolution = resolve(self, module)
+            static = memory_of(resolution, step, optimizer=optimizer, grads=grads, module=module)
+            if batch is None:
+                return static
+            return _beside(static, _simulated(resolution, module, batch, step), module, grads, step)
 
     def cost(
         self,
@@ -193,12 +194,13 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
-        resolution = resolve(self, module)
-        static = memory_of(resolution, step, optimizer=optimizer, module=module)
-        run = _simulated(resolution, module, batch, step)
-        choice = choose_optimizer(optimizer, resolution.metadata, module)
-        moved = communication_of(resolution, run, step, choice, topology=topology, cost_model=cost_model)
-        return _beside(static, run, module, True, step), moved
+        with ONE_AT_A_TIME:
+            resolution = resolve(self, module)
+            static = memory_of(resolution, step, optimizer=optimizer, module=module)
+            run = _simulated(resolution, module, batch, step)
+            choice = choose_optimizer(optimizer, resolution.metadata, module)
+            moved = communication_of(resolution, run, step, choice, topology=topology, cost_model=cost_model)
+            return _beside(static, run, module, True, step), moved
 
     def activations(self, module: nn.Module, batch: Batch, **step: Unpack[StepOptions]) -> ActivationEstimate:
         """Estimate a training step's memory beside the model's state on one rank.
@@ -212,7 +214,8 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model.
         """
-        return activations_of(_simulated(resolve(self, module), module, batch, step), module, step)
+        with ONE_AT_A_TIME:
+            return activations_of(_simulated(resolve(self, module), module, batch, step), module, step)
 
     def communication(
         self,
@@ -239,10 +242,11 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
-        resolution = resolve(self, module)
-        run = None if batch is None else _simulated(resolution, module, batch, step)
-        choice = choose_optimizer(optimizer, resolution.metadata, module)
-        return communication_of(resolution, run, step, choice, topology=topology, cost_model=cost_model)
+        with ONE_AT_A_TIME:
+            resolution = resolve(self, module)
+            run = None if batch is None else _simulated(resolution, module, batch, step)
+            choice = choose_optimizer(optimizer, resolution.metadata, module)
+            return communication_of(resolution, run, step, choice, topology=topology, cost_model=cost_model)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
         """Explain this plan in words. With ``name`` one tensor; with ``module`` also reasons and local shapes."""

@@ -175,7 +175,7 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
 
     Of many blocks that are alike a few run, if the log of the step is that of all of them.
     """
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         repeated = repeated_groups(original_of(module), resolution)
         if repeated:
             with suppress(Exception):  # a step in which all blocks run raises its own error
@@ -187,7 +187,7 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
         return step
 
 
-_ONE_AT_A_TIME = threading.RLock()  # a step puts tensors on meta in the place of the model's own
+ONE_AT_A_TIME = threading.RLock()  # of an estimate: a step puts tensors on meta in the place of the model's own
 
 
 def _simulated(
