@@ -460,8 +460,7 @@ class ClosedTraps:
     ``item()`` and its like read one rank's summand of a partial sum, ``.data =`` changes nothing, a write through a
     view may reach a copy, and a gradient hook never runs, since FSDP2 writes ``.grad`` itself. DTensor's own hook for
     functions is set meanwhile: a `TorchFunctionMode` would be called for every plain tensor too, three times as often.
-    So is `torch.autograd.backward`, which is called with a plain loss. The first thread sets both, the last one resets
-    them: calls of two threads may end in any order.
+    So is `torch.autograd.backward`, which is called with a plain loss. One thread at a time runs calls.
     """
 
     _READS = frozenset(
@@ -470,8 +469,7 @@ class ClosedTraps:
     ) | {torch.is_nonzero}
     _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
     _open = staticmethod(DTensor.__torch_function__)
-    _backward: Callable[..., None]  # as it was when the first thread came: the check may have wrapped it
-    _lock = threading.Lock()
+    _backward: Callable[..., None]  # as it was: the check may have wrapped it
 
     def __init__(
         self, meet: Callable[[], Any] = lambda: None, compare: Callable[[Optimizer], None] = lambda optimizer: None
@@ -479,21 +477,18 @@ class ClosedTraps:
         self.meet, self.compare = meet, compare  # `compare` raises for an optimizer that needs full parameters
 
     def __enter__(self) -> None:
-        with self._lock:
-            if not running:
-                ClosedTraps._backward = staticmethod(torch.autograd.backward)
-                torch.autograd.backward = without_shards(torch.autograd.backward)
-            running.setdefault(threading.get_ident(), []).append(self)
-            DTensor.__torch_function__ = self._closed  # type: ignore[method-assign]
+        if not running:
+            ClosedTraps._backward = staticmethod(torch.autograd.backward)
+            torch.autograd.backward = without_shards(torch.autograd.backward)
+        running.setdefault(threading.get_ident(), []).append(self)
+        DTensor.__torch_function__ = self._closed  # type: ignore[method-assign]
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            running[threading.get_ident()].pop()
-            if not running[threading.get_ident()]:
-                del running[threading.get_ident()]
-            if not running:
-                DTensor.__torch_function__ = self._open  # type: ignore[method-assign]
-                torch.autograd.backward = self._backward
+        running[threading.get_ident()].pop()
+        if not running[threading.get_ident()]:
+            del running[threading.get_ident()]
+            DTensor.__torch_function__ = self._open  # type: ignore[method-assign]
+            torch.autograd.backward = self._backward
 
     @classmethod
     def _closed(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
