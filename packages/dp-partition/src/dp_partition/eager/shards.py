@@ -504,17 +504,19 @@ class ClosedTraps:
 
     @classmethod
     def _trapped(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "__get__":
+            return func(*args, **kwargs)
         if func is GRAD:
-            refuse_inputs("grad", (args[1:2], kwargs.get("inputs")))
+            refuse_gradients("grad()", (args[1:2], kwargs.get("inputs")))
+        if torch.is_grad_enabled():
+            refuse_in_loss(args)
         if isinstance(args[0], list | tuple):
             if is_extreme(name, args, kwargs):  # torch's clipping by the greatest element
                 short = [isinstance(x, DTensor) and has_empty_shard(x) for x in args[0]]
                 args = ([x.full_tensor() if each else x for x, each in zip(args[0], short, strict=True)], *args[1:])
             return of_each_kind(func, args, kwargs)
-        is_shard = isinstance(args[0], DTensor) and args[0].ndim > 0
-        if isinstance(args[0], torch.Tensor) and not is_shard:
-            args = with_numbers(args)
-        if name == "__get__" or not isinstance(args[0], DTensor):
+        args = with_numbers(args)
+        if not isinstance(args[0], DTensor):
             return func(*args, **kwargs)
         if func in cls._READS or (is_extreme(name, args, kwargs) and has_empty_shard(args[0])):
             args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
@@ -612,20 +614,20 @@ def has_empty_shard(tensor: DTensor) -> bool:
     return any((world - 1) * -(-size // world) >= size for size, world in dims)
 
 
-def refuse_inputs(call: str, inputs: Any) -> None:
-    """Refuse shards as inputs of a backward pass: FSDP2's graph holds gathered copies, and no gradient reaches them."""
-    if any(isinstance(x, DTensor) for x in pytree.tree_leaves(inputs)):
+def refuse_gradients(call: str, tensors: Any) -> None:
+    """Refuse gradients of shards past their units: FSDP2's graph holds gathered copies, and it alone averages them."""
+    if any(isinstance(x, DTensor) for x in pytree.tree_leaves(tensors)):
         hint = 'take them in call 1, too, which keeps parameters full; or use style="replicate"'
-        reason = f"{call}() takes parameters for inputs since they are in shards{user_line()}"
+        reason = f"{call} takes gradients of parameters since they are in shards{user_line()}"
         raise PlanError(Problem("full-parameters", found=reason, hint=hint))
 
 
 def without_shards(backward: Callable[..., None]) -> Callable[..., None]:
-    """Return `torch.autograd.backward`, which refuses shards in ``inputs=`` in the threads that run a call."""
+    """Return `torch.autograd.backward`, which refuses shards in a loss or ``inputs=`` in the thread of a call."""
 
     def checked(*args: Any, **kwargs: Any) -> None:
         if threading.get_ident() in running:
-            refuse_inputs("backward", (args[5:6], kwargs.get("inputs")))
+            refuse_gradients("backward()", (args[:1], args[5:6], kwargs.get("inputs")))
         backward(*args, **kwargs)
 
     return checked
@@ -657,10 +659,17 @@ def of_each_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return [results[at] for at in range(len(is_shard))] if results else None
 
 
+def refuse_in_loss(args: tuple[Any, ...]) -> None:
+    """Refuse a penalty over shards in a plain loss: each rank's loss may weigh it otherwise, and nobody averages."""
+    trained = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not all(isinstance(x, DTensor) for x in trained):
+        refuse_gradients("a loss", trained)
+
+
 def with_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gather the numbers among arguments where a plain tensor is beside them: DTensors and plain tensors do not mix."""
-    leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-    if not any(x.ndim and not isinstance(x, DTensor) for x in leaves):
+    plain = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+    if not any(x.ndim or x.requires_grad for x in plain):
         return args
     return pytree.tree_map_only(DTensor, lambda x: x if x.ndim else x.full_tensor(), args)  # type: ignore[no-any-return]
 
