@@ -48,7 +48,7 @@ def penalizes_gradients(model: Any, optim: Any, x: torch.Tensor, call: int) -> A
     return finish(optim, loss)
 
 
-def penalizes(penalized: Callable[[torch.Tensor, list[Any]], torch.Tensor]) -> Callable[..., Any]:
+def penalizes(penalized: Callable[[torch.Tensor, list[Any]], Any]) -> Callable[..., Any]:
     def step(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
         loss = model(x).square().mean()
         return finish(optim, penalized(loss, list(model.parameters())) if call == 4 else loss)
@@ -56,19 +56,19 @@ def penalizes(penalized: Callable[[torch.Tensor, list[Any]], torch.Tensor]) -> C
     return step
 
 
-def added(loss: torch.Tensor, parameters: list[Any]) -> torch.Tensor:
+def added(loss: torch.Tensor, parameters: list[Any]) -> Any:
     return loss + 0.1 * sum(p.square().sum() for p in parameters)  # a penalty
 
 
-def weighed(loss: torch.Tensor, parameters: list[Any]) -> torch.Tensor:
+def weighed(loss: torch.Tensor, parameters: list[Any]) -> Any:
     return parameters[0].norm() * loss  # a weight: another one on each rank
 
 
-def stacked(loss: torch.Tensor, parameters: list[Any]) -> torch.Tensor:
+def stacked(loss: torch.Tensor, parameters: list[Any]) -> Any:
     return torch.stack([loss, parameters[0][0].sum()]).sum()  # with a row
 
 
-def alone(loss: torch.Tensor, parameters: list[Any]) -> torch.Tensor:
+def alone(loss: torch.Tensor, parameters: list[Any]) -> Any:
     return loss.detach() * parameters[0].square().sum()
 
 

@@ -496,10 +496,12 @@ class ClosedTraps:
         with torch._C.DisableTorchFunctionSubclass():
             if not args or not (threading.get_ident() in running or is_in_backward()):  # it may have threads of its own
                 return func(*args, **kwargs)
-            used = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Gathered)] if copies else []
-            if copies and (is_written(name) or func == cls._SET_DATA):
+            if not copies:  # as a rule a step takes no views
+                return cls._trapped(func, name, args, kwargs)
+            if is_written(name) or func == cls._SET_DATA:
                 refuse_write(name, args[0])
                 note_write(args[0])
+            used = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Gathered)]
             return marked(cls._trapped(func, name, args, kwargs), used)
 
     @classmethod
@@ -515,7 +517,8 @@ class ClosedTraps:
                 short = [isinstance(x, DTensor) and has_empty_shard(x) for x in args[0]]
                 args = ([x.full_tensor() if each else x for x, each in zip(args[0], short, strict=True)], *args[1:])
             return of_each_kind(func, args, kwargs)
-        args = with_numbers(args)
+        if isinstance(args[0], torch.Tensor) and not (isinstance(args[0], DTensor) and args[0].ndim):
+            args = with_numbers(args)
         if not isinstance(args[0], DTensor):
             return func(*args, **kwargs)
         if func in cls._READS or (is_extreme(name, args, kwargs) and has_empty_shard(args[0])):
