@@ -195,4 +195,4 @@ def view_of(call: Callable[[], Any], operator: Any, args: Any) -> Any:
 
             each.__class__ = Gathered
             copies[each] = _Copy(source, take, _rows_of(each), _version(source))
-    return result
+    return marked(result, (source,))  # before torch 2.13: of `weight[0, 0]`, two views in one call of torch
