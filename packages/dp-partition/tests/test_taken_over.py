@@ -89,7 +89,11 @@ def without_bias(model: Any, optim: Any, seed: int) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-CHANGES = [assigned, new_group, new_optimizer, assigned_without_optimizer, longer, without_bias]
+def with_state(model: Any, optim: Any, seed: int) -> Any:
+    return torch.optim.Adagrad(model.parameters(), lr=0.05)  # it makes its state at once: of shards, in shards
+
+
+CHANGES = [assigned, new_group, new_optimizer, assigned_without_optimizer, longer, without_bias, with_state]
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -337,7 +337,7 @@ class Runner(StepRunner):
         else:
             later = self.later_call(binding, args, kwargs)
             if later is None:  # the caller has changed the model, on all ranks: it is placed anew
-                self.release()
+                self.release(Reach(self.function, args, kwargs).optimizers)  # a new one may hold state in shards
                 return self.due_call(args, kwargs, is_checked)
             call, program, optimizers, is_new = later
             is_checked = is_checked or (is_new and self.settings.check != "never")
@@ -387,8 +387,8 @@ class Runner(StepRunner):
             raise not_placed(self.name)
         return self.binding
 
-    def release(self) -> None:
-        """Restore model and optimizer, and drop all programs.
+    def release(self, others: Iterable[Optimizer] = ()) -> None:
+        """Restore model and optimizers, ``others`` of its parameters too, and drop all programs.
 
         Raises:
             PlanError: ``model-changed`` for a step that shares another's parameters.
@@ -403,7 +403,8 @@ class Runner(StepRunner):
                 )
             )
         bound = [sharer for sharer in self.sharers if sharer.binding is not None]
-        release(self.bound(), [optimizer for sharer in bound for optimizer in sharer.bound().step_state.optimizers])
+        shared = [optimizer for sharer in bound for optimizer in sharer.bound().step_state.optimizers]
+        release(self.bound(), [*shared, *others])
         for runner in (self, *bound):
             runner.binding = None
             runner.traces.clear()

@@ -48,6 +48,30 @@ def penalizes_gradients(model: Any, optim: Any, x: torch.Tensor, call: int) -> A
     return finish(optim, loss)
 
 
+def penalizes(penalized: Callable[[torch.Tensor, list[Any]], Any]) -> Callable[..., Any]:
+    def step(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
+        loss = model(x).square().mean()
+        return finish(optim, penalized(loss, list(model.parameters())) if call == 4 else loss)
+
+    return step
+
+
+def added(loss: torch.Tensor, parameters: list[Any]) -> Any:
+    return loss + 0.1 * sum(p.square().sum() for p in parameters)  # a penalty
+
+
+def weighed(loss: torch.Tensor, parameters: list[Any]) -> Any:
+    return parameters[0].norm() * loss  # a weight: another one on each rank
+
+
+def stacked(loss: torch.Tensor, parameters: list[Any]) -> Any:
+    return torch.stack([loss, parameters[0][0].sum()]).sum()  # with a row
+
+
+def alone(loss: torch.Tensor, parameters: list[Any]) -> Any:
+    return loss.detach() * parameters[0].square().sum()
+
+
 def assigned(loss: torch.Tensor, parameters: list[Any]) -> None:
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # taken
     for p, gradient in zip(parameters, gradients, strict=True):
@@ -85,6 +109,12 @@ def test_what_a_later_call_needs_in_full_is_refused_by_all_ranks(ranks: Ranks) -
         gradients_by_name(by_keyword): r"full-parameters.*test_late_in_shards.py:\d+.*# one layer.*take them in call 1",
         gradients_by_name(by_place): r"full-parameters.*test_late_in_shards.py:\d+.*# of all.*take them in call 1",
     }
+    # These are of each rank: `loss * penalty` has another gradient on each, which nobody averaged.
+    refused |= {
+        penalizes(penalized): rf"full-parameters.*a loss.*test_late_in_shards.py:\d+.*{line}.*take them in call 1"
+        for penalized, line in ((added, "# a penalty"), (weighed, "# a weight"), (stacked, "# with a row"))
+    }
+    refused[penalizes(alone)] = r"full-parameters.*backward.*test_late_in_shards.py:\d+.*take them in call 1"
     backward = torch.autograd.backward
     for function, text in refused.items():
         model = made()
@@ -102,6 +132,24 @@ def test_what_a_later_call_needs_in_full_is_refused_by_all_ranks(ranks: Ranks) -
                 step(model, optim, batch(call)[rows], call)  # call 6 works as ever
         step.release()
         assert torch.autograd.backward is backward  # also after the error
+
+
+def weighs_by_a_norm(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:
+    loss = model(x).square().mean()
+    return finish(optim, loss * model[0].weight.detach().norm() + loss if call >= 3 else loss)
+
+
+@pytest.mark.ranks(2)
+def test_a_number_of_shards_weighs_a_loss(ranks: Ranks) -> None:
+    """The loss became a DTensor, whose gradient met the model's plain tensors."""
+    model, alone = made(), made()
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    step = dp.distribute(weighs_by_a_norm, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    for call in range(CALLS):
+        step(model, optims[0], batch(call)[4 * ranks.rank : 4 * ranks.rank + 4], call)
+        weighs_by_a_norm(alone, optims[1], batch(call), call)
+    step.release()
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
 
 
 def logs_extremes(model: Any, optim: Any, x: torch.Tensor, call: int) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -461,13 +462,33 @@ class StepRunner:
         return f"call {self.schedule.calls} of {self.name} on rank {dist.get_rank()}"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one step on this rank's batch."""
-        is_checked = self.schedule.is_due()
+        """Run one step on this rank's batch.
+
+        Raises:
+            PlanError: ``ranks-diverge`` in both of two threads that run steps at once.
+        """
+        is_alone = _ONE_CALL.acquire(blocking=False)
         try:
-            return self.due_call(args, kwargs, is_checked)
+            if not is_alone:
+                _interrupted.append(self.name)
+            else:
+                result = self.due_call(args, kwargs, self.schedule.is_due())
+            if _interrupted:  # ranks may not have seen it alike: neither call goes on
+                found = f"another thread runs a step while {_interrupted[0]} is called: collectives of both would mix"
+                hint = "call steps in one thread, or one at a time and in one order on all ranks"
+                raise PlanError(Problem("ranks-diverge", self.name, found=found, hint=hint))
+            return result
         except Exception as error:
             raise_naming_peers(error, self.token, self.mesh, self.subject)
             raise
+        finally:
+            if is_alone:
+                _interrupted.clear()
+                _ONE_CALL.release()
+
+
+_ONE_CALL = threading.RLock()  # a step may call another one in its own thread
+_interrupted: list[str] = []  # steps that other threads have called meanwhile
 
 
 # A second run of a step with one of these names in its code would be seen outside of it. Other effects (a request, a

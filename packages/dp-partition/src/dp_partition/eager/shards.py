@@ -51,6 +51,15 @@ from dp_partition.capture.tracer import user_line
 from dp_partition.eager.reducer import CAUGHT
 from dp_partition.plan.placements import shard_world
 from dp_partition.plan.plan import Settings
+from dp_partition.runtime.gathered import (
+    Gathered,
+    copies,
+    is_written,
+    marked,
+    note_write,
+    refuse_write,
+    storage_of,
+)
 from dp_partition.runtime.saving import reduced_in_step, running
 from dp_partition.runtime.state import full_tensors
 
@@ -451,24 +460,16 @@ class ClosedTraps:
     ``item()`` and its like read one rank's summand of a partial sum, ``.data =`` changes nothing, a write through a
     view may reach a copy, and a gradient hook never runs, since FSDP2 writes ``.grad`` itself. DTensor's own hook for
     functions is set meanwhile: a `TorchFunctionMode` would be called for every plain tensor too, three times as often.
-    So is `torch.autograd.backward`, which is called with a plain loss. The first thread sets both, the last one resets
-    them: calls of two threads may end in any order.
+    So is `torch.autograd.backward`, which is called with a plain loss. One thread at a time runs calls.
     """
 
-    _VIEWS = frozenset([
-        "__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view", "reshape",
-        "flatten", "unflatten", "squeeze", "unsqueeze", "t", "transpose", "permute", "movedim", "swapaxes", "expand",
-        "unfold",
-    ])  # fmt: skip
     _READS = frozenset(
         getattr(torch.Tensor, name)
         for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__format__", "is_nonzero")
     ) | {torch.is_nonzero}
     _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
     _open = staticmethod(DTensor.__torch_function__)
-    _backward: Callable[..., None]  # as it was when the first thread came: the check may have wrapped it
-    _lock = threading.Lock()
-    _views = WeakTensorKeyDictionary()
+    _backward: Callable[..., None]  # as it was: the check may have wrapped it
 
     def __init__(
         self, meet: Callable[[], Any] = lambda: None, compare: Callable[[Optimizer], None] = lambda optimizer: None
@@ -476,77 +477,103 @@ class ClosedTraps:
         self.meet, self.compare = meet, compare  # `compare` raises for an optimizer that needs full parameters
 
     def __enter__(self) -> None:
-        with self._lock:
-            if not running:
-                ClosedTraps._backward = staticmethod(torch.autograd.backward)
-                torch.autograd.backward = without_shards(torch.autograd.backward)
-            running.setdefault(threading.get_ident(), []).append(self)
-            DTensor.__torch_function__ = self._closed  # type: ignore[method-assign]
+        if not running:
+            ClosedTraps._backward = staticmethod(torch.autograd.backward)
+            torch.autograd.backward = without_shards(torch.autograd.backward)
+        running.setdefault(threading.get_ident(), []).append(self)
+        DTensor.__torch_function__ = self._closed  # type: ignore[method-assign]
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            running[threading.get_ident()].pop()
-            if not running[threading.get_ident()]:
-                del running[threading.get_ident()]
-            if not running:
-                DTensor.__torch_function__ = self._open  # type: ignore[method-assign]
-                torch.autograd.backward = self._backward
-                self._views.clear()
+        running[threading.get_ident()].pop()
+        if not running[threading.get_ident()]:
+            del running[threading.get_ident()]
+            DTensor.__torch_function__ = self._open  # type: ignore[method-assign]
+            torch.autograd.backward = self._backward
 
     @classmethod
     def _closed(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            is_ours = threading.get_ident() in running or is_in_backward()  # that may have threads of its own
-            if is_ours and func is GRAD:
-                refuse_inputs("grad", (args[1:2], kwargs.get("inputs")))
-            if is_ours and args and isinstance(args[0], list | tuple):
-                if is_extreme(name, args, kwargs):  # torch's clipping by the greatest element
-                    short = [isinstance(x, DTensor) and has_empty_shard(x) for x in args[0]]
-                    args = ([x.full_tensor() if each else x for x, each in zip(args[0], short, strict=True)], *args[1:])
-                return of_each_kind(func, args, kwargs)
-            first = args[0] if is_ours and args else None
-            is_shard = isinstance(first, DTensor) and first.ndim > 0
-            if isinstance(first, torch.Tensor) and not is_shard:
-                args = with_numbers(args)
-            if name == "__get__" or not is_ours or not args or not isinstance(args[0], DTensor):
+            if not args or not (threading.get_ident() in running or is_in_backward()):  # it may have threads of its own
                 return func(*args, **kwargs)
-            if func in cls._READS or (is_extreme(name, args, kwargs) and has_empty_shard(args[0])):
-                args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
-            elif func == torch.Tensor.__reduce_ex__:
-                return reduced_in_step(args[0], *args[1:])
-            elif func == cls._SET_DATA:
-                if not isinstance(args[1], DTensor):
-                    raise PlanError(
-                        Problem(
-                            "parameter-replaced",
-                            found="`.data =` with a plain tensor, where the parameter lies in shards",
-                            hint='write in place under torch.no_grad(), or use style="replicate"',
-                        )
-                    )
-                with torch.no_grad():
-                    args[0].detach().copy_(args[1])
-                return None
-            elif name == "register_hook" and isinstance(args[0], nn.Parameter):
-                raise PlanError(
-                    Problem(
-                        "parameter-hooks",
-                        found="a gradient hook on a parameter in shards would never run",
-                        hint='use register_post_accumulate_grad_hook, or style="replicate"',
-                    )
-                )
-            if is_written(name) and (name == "__setitem__" or args[0] in cls._views):
+            if not copies:  # as a rule a step takes no views
+                return cls._trapped(func, name, args, kwargs)
+            if is_written(name) or func == cls._SET_DATA:
+                refuse_write(name, args[0])
+                note_write(args[0])
+            used = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Gathered)]
+            return marked(cls._trapped(func, name, args, kwargs), used)
+
+    @classmethod
+    def _trapped(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "__get__":
+            return func(*args, **kwargs)
+        if func is GRAD:
+            refuse_gradients("grad()", (args[1:2], kwargs.get("inputs")))
+        if torch.is_grad_enabled():
+            refuse_in_loss(args)
+        if isinstance(args[0], list | tuple):
+            if is_extreme(name, args, kwargs):  # torch's clipping by the greatest element
+                short = [isinstance(x, DTensor) and has_empty_shard(x) for x in args[0]]
+                args = ([x.full_tensor() if each else x for x, each in zip(args[0], short, strict=True)], *args[1:])
+            return of_each_kind(func, args, kwargs)
+        if isinstance(args[0], torch.Tensor) and not (isinstance(args[0], DTensor) and args[0].ndim):
+            args = with_numbers(args)
+        if not isinstance(args[0], DTensor):
+            return func(*args, **kwargs)
+        if func in cls._READS or (is_extreme(name, args, kwargs) and has_empty_shard(args[0])):
+            args = (args[0].full_tensor(), *args[1:])  # a collective: all ranks read
+        elif func == torch.Tensor.__reduce_ex__:
+            return reduced_in_step(args[0], *args[1:])
+        elif func == cls._SET_DATA:
+            if not isinstance(args[1], DTensor):
                 raise PlanError(
                     Problem(
                         "parameter-replaced",
-                        found=f"a view of shards is written ({name})",
-                        hint='write full tensors, or use style="replicate"',
+                        found="`.data =` with a plain tensor, where the parameter lies in shards",
+                        hint='write in place under torch.no_grad(), or use style="replicate"',
                     )
                 )
-            result = reduced_first(func, args, kwargs)
-            if name in cls._VIEWS:
-                cls._views.update(dict.fromkeys([x for x in pytree.tree_leaves(result) if isinstance(x, DTensor)]))
-            return result
+            with torch.no_grad():
+                args[0].detach().copy_(args[1])
+            return None
+        elif name == "register_hook" and isinstance(args[0], nn.Parameter):
+            raise PlanError(
+                Problem(
+                    "parameter-hooks",
+                    found="a gradient hook on a parameter in shards would never run",
+                    hint='use register_post_accumulate_grad_hook, or style="replicate"',
+                )
+            )
+        if name == "__setitem__":
+            raise PlanError(
+                Problem(
+                    "parameter-replaced",
+                    found=f"a view of shards is written ({name})",
+                    hint='write full tensors, or use style="replicate"',
+                )
+            )
+        return reduced_first(func, args, kwargs)
+
+
+def aliased(
+    parameters: Mapping[str, nn.Parameter], reach: Reach, watch: Watch, results: Iterable[torch.Tensor]
+) -> dict[str, str]:
+    """Return reasons of parameters with tensors in their memory, or in that of their state, that outlive the call.
+
+    Once the parameter is in shards, such as a row that the step returns, or an entry of a list of ``p.data``, keeps the
+    values of call 1.
+    """
+    names = {id(p): name for name, p in parameters.items()}
+    held: list[tuple[torch.Tensor, str]] = [(p, name) for name, p in parameters.items()]
+    for optimizer in reach.optimizers:
+        for p, state in optimizer.state.items():
+            held += [(x, names[id(p)]) for x in state.values() if id(p) in names and isinstance(x, torch.Tensor)]
+    own = {storage_of(x): name for x, name in held if x.layout == torch.strided and x.ndim}
+    known = {id(x) for x, _ in held}
+    others = [x for x in watch.origins if id(x) not in known] + [x for x in reach.tensors if id(x) not in names]
+    others = [x for x in (*others, *results) if x.layout == torch.strided and storage_of(x) in own]
+    return {own[storage_of(x)]: "a view of it, or of its state, outlives the call" for x in others}
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -590,20 +617,20 @@ def has_empty_shard(tensor: DTensor) -> bool:
     return any((world - 1) * -(-size // world) >= size for size, world in dims)
 
 
-def refuse_inputs(call: str, inputs: Any) -> None:
-    """Refuse shards as inputs of a backward pass: FSDP2's graph holds gathered copies, and no gradient reaches them."""
-    if any(isinstance(x, DTensor) for x in pytree.tree_leaves(inputs)):
+def refuse_gradients(call: str, tensors: Any) -> None:
+    """Refuse gradients of shards past their units: FSDP2's graph holds gathered copies, and it alone averages them."""
+    if any(isinstance(x, DTensor) for x in pytree.tree_leaves(tensors)):
         hint = 'take them in call 1, too, which keeps parameters full; or use style="replicate"'
-        reason = f"{call}() takes parameters for inputs since they are in shards{user_line()}"
+        reason = f"{call} takes gradients of parameters since they are in shards{user_line()}"
         raise PlanError(Problem("full-parameters", found=reason, hint=hint))
 
 
 def without_shards(backward: Callable[..., None]) -> Callable[..., None]:
-    """Return `torch.autograd.backward`, which refuses shards in ``inputs=`` in the threads that run a call."""
+    """Return `torch.autograd.backward`, which refuses shards in a loss or ``inputs=`` in the thread of a call."""
 
     def checked(*args: Any, **kwargs: Any) -> None:
         if threading.get_ident() in running:
-            refuse_inputs("backward", (args[5:6], kwargs.get("inputs")))
+            refuse_gradients("backward()", (args[:1], args[5:6], kwargs.get("inputs")))
         backward(*args, **kwargs)
 
     return checked
@@ -635,10 +662,17 @@ def of_each_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return [results[at] for at in range(len(is_shard))] if results else None
 
 
+def refuse_in_loss(args: tuple[Any, ...]) -> None:
+    """Refuse a penalty over shards in a plain loss: each rank's loss may weigh it otherwise, and nobody averages."""
+    trained = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not all(isinstance(x, DTensor) for x in trained):
+        refuse_gradients("a loss", trained)
+
+
 def with_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gather the numbers among arguments where a plain tensor is beside them: DTensors and plain tensors do not mix."""
-    leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-    if not any(x.ndim and not isinstance(x, DTensor) for x in leaves):
+    plain = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+    if not any(x.ndim or x.requires_grad for x in plain):
         return args
     return pytree.tree_map_only(DTensor, lambda x: x if x.ndim else x.full_tensor(), args)  # type: ignore[no-any-return]
 
@@ -770,8 +804,3 @@ class Watch(TorchFunctionMode):
         for x in pytree.tree_leaves(result):
             if isinstance(x, torch.Tensor):
                 self.origins.setdefault(x, names)
-
-
-def is_written(name: str) -> bool:
-    """Return True if a function of torch of this name writes its first argument."""
-    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

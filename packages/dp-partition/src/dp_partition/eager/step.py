@@ -53,6 +53,7 @@ from dp_partition.eager.shards import (
     ClosedTraps,
     Units,
     Watch,
+    aliased,
     compare_optimizers,
     optimizer_reason,
     place_loaded_state,
@@ -67,11 +68,13 @@ from dp_partition.plan.placements import DataParallelStyle, warn_on_first
 from dp_partition.plan.plan import Settings
 from dp_partition.runtime import state
 from dp_partition.runtime.consensus import compare_values, copy_from_first
+from dp_partition.runtime.gathered import Gathered, copies, refresh, returned, storage_of
 
 # Parts of torch's errors about an operation that a DTensor has not, or not beside a plain tensor.
 _OF_DTENSORS = (
     *("mixed torch.Tensor and DTensor", "a sharding strategy registered", "Sharding propagation failed"),
     *("not supported with DTensor", "placement changes are not supported", "sharded dimension"),
+    "not supported for tensor subclasses",
 )
 
 
@@ -159,14 +162,14 @@ class EagerStep:
         # A compiled module would hide its parameters' uses; it is compiled again from the next call on.
         self.watch = self.watch or Watch(self.parameters, self.modules, reach.states)
         if not self.settings.observe or step.is_watched:  # what no call has shown: modules' parameters are sharded
-            self.place(reach, self.watch)
+            self.place(reach, self.watch, ())
             return self.run_placed(number, args, kwargs)
         with self.reducer.call(number), torch.compiler.set_stance("force_eager"), self.watch:
             result = self.call(number, args, kwargs)
         self.compare_ranks()
         step.is_watched = True
         if all(other.is_watched for other in self.steps):
-            self.place(self.reach(args, kwargs), self.watch)
+            self.place(self.reach(args, kwargs), self.watch, tensors_in(result, torch.Tensor))
         return converted(result, torch.Tensor, torch.Tensor.detach)
 
     def take_over(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> None:
@@ -216,11 +219,22 @@ class EagerStep:
         shards = None if self.placed is None else self.placed.shards
         with nullcontext() if shards is None else shards.call(calls), self.reducer.call(number), self._traps():
             result = self.call(number, args, kwargs)
+            for x in tensors_in(result, Gathered) if copies else ():
+                refresh(x)
         if shards is not None:
             shards.end_call(tensors_in(result, DTensor), always=is_compared)
         if is_compared:
             self.compare_ranks()
-        return converted(result, DTensor, DTensor.full_tensor)
+        return converted(result, DTensor, self.full_result)
+
+    def full_result(self, tensor: DTensor) -> torch.Tensor:
+        """Return the full values of a result; of a view of what is placed, a copy that knows it."""
+        assert self.placed is not None
+        shards = self.placed.shards.parameters.values()
+        states = [x for o in self.placed.optimizers for state in o.state.values() for x in state.values()]
+        held = [x for x in (*shards, *(p.grad for p in shards), *states) if isinstance(x, DTensor)]
+        is_view = tensor in copies or storage_of(tensor) in map(storage_of, held)
+        return returned(tensor) if is_view else tensor.full_tensor()
 
     @contextmanager
     def _traps(self) -> Iterator[None]:
@@ -270,8 +284,13 @@ class EagerStep:
         vars(optimizer)[COMPARED] = True
         placed.handles += state.hook_placed((), [optimizer], partial(place_loaded_state, placement_of(self.mesh)))
 
-    def place(self, reach: Reach, watch: Watch) -> None:
+    def place(self, reach: Reach, watch: Watch, results: Iterable[torch.Tensor]) -> None:
         """Shard all that FSDP2 supports, the same on all ranks.
+
+        Args:
+            reach: What the steps reach.
+            watch: Of the calls on full parameters.
+            results: Tensors that the last of these returns.
 
         Raises:
             PlanError: On every rank: ``full-parameters`` if something stays full and ``full="refuse"``.
@@ -284,6 +303,7 @@ class EagerStep:
         assert self.reducer is not None
         sparse = self.reducer.sparse_names()
         reasons |= dict.fromkeys(sorted(sparse), "has a sparse gradient")
+        reasons |= aliased(self.parameters, reach, watch, results)
         reasons |= {names[held_id]: "a container looks it up by identity" for held_id in sorted(held)}
         numbers = {module: number for number, module in enumerate(watch.modules)}
         running = [{name: {numbers[m] for m in used} for name, used in t.items()} for t in (watch.users, watch.writers)]
