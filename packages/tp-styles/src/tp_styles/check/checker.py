@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -73,6 +73,11 @@ class Declared:
     names: tuple[str, ...] = ()
     inner_dims: tuple[int, ...] = ()
 
+    @cached_property
+    def dims(self) -> frozenset[int]:
+        """Dims along which inputs may be shards."""
+        return frozenset([*self.inner_dims, *(each.dim for each in self.layouts.values() if isinstance(each, Shard))])
+
 
 @dataclass(eq=False)
 class Scope:
@@ -117,19 +122,21 @@ class Scope:
             if RUNNING[-1].record is not None:
                 RUNNING[-1].record(self, args, kwargs)
             return
-        mode = module.training, torch.is_grad_enabled()
+        with_gradients = torch.is_grad_enabled()
+        mode = module.training, with_gradients
         checked = self.done.get(mode)
-        largest, options = size_and_options(args, kwargs, self.declared) if self.is_root else (1, ())
-        # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
-        is_new = checked and (2 * checked <= largest or (mode, options) not in self.options)
-        if self.is_root and is_new and not self.checker.is_staged:
-            for scope in self.checker.scopes:  # the regions too
-                scope.done.pop(mode, None)
-                scope.verified.discard(mode)
-            checked = None
-        if self.is_root:  # regions not yet checked in their mode; the check around this one removes them
-            for region in self.checker.scopes[1:]:
-                if (region.module.training, mode[1]) not in region.done:
+        options: tuple[str, ...] = ()
+        if self.is_root:
+            largest, options = size_and_options(args, kwargs, self.declared)
+            # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
+            is_new = checked and (2 * checked <= largest or (mode, options) not in self.options)
+            if is_new and not self.checker.is_staged:
+                for scope in self.checker.scopes:  # the regions too
+                    scope.done.pop(mode, None)
+                    scope.verified.discard(mode)
+                checked = None
+            for region in self.inside:  # those not yet checked in their mode; the check around this one removes them
+                if (region.module.training, with_gradients) not in region.done:
                     region.install()
         if checked is None or self.checker.always:
             self.checker.check(self, args, kwargs)
@@ -876,8 +883,7 @@ def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any], declared: De
     Sharded dims count as one element: uneven shards differ from rank to rank, and all ranks have to decide alike. Token
     ids (integers) are full but for a batch that is sharded along dim 0.
     """
-    largest, options = 1, []
-    dims = {*declared.inner_dims, *(each.dim for each in declared.layouts.values() if isinstance(each, Shard))}
+    largest, options, dims = 1, [], declared.dims
     for index, x in enumerate((*args, *kwargs.values())):  # plain loops: a steady call asks, too
         if isinstance(x, torch.Tensor):
             if x.requires_grad:  # an input without a gradient now may have one later
@@ -889,7 +895,8 @@ def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any], declared: De
                 size = math.prod([length for dim, length in enumerate(x.shape) if dim not in sharded])
             if size > largest:
                 largest = size
-    options += [name for name, x in kwargs.items() if x is True]
+    if kwargs:
+        options += [name for name, x in kwargs.items() if x is True]
     return largest, tuple(options)
 
 
