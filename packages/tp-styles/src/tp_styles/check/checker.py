@@ -39,7 +39,7 @@ from tp_styles.check import RUNNING, Running, running
 from tp_styles.check.compare import ALIKE, Comparison, Stage, Verdict, cotangents, problem
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
 from tp_styles.check.rows import Row, joined, tolerance_of
-from tp_styles.check.runs import Original, Run, Trace, Weights, full_numel, has_fsdp_below
+from tp_styles.check.runs import Original, Run, Trace, Weights, fsdp_units, full_numel, has_fsdp_below, is_of_fsdp
 from tp_styles.check.watched_loss import watch_loss
 from tp_styles.plan.model import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
@@ -49,7 +49,7 @@ from tp_styles.runtime.install import KeyRemover, ModuleChange
 from tp_styles.runtime.parameters import ShardParameter, agreed_values
 from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.runtime.votes import PeerRaised, Votes, before_collective, voting
-from tp_styles.values import is_below
+from tp_styles.values import StyleSpec, is_below
 
 Check = Literal["first", "always", "never"]
 
@@ -154,13 +154,15 @@ class Scope:
     def install(self) -> None:
         """Install before every other hook, except for those already before it: FSDP2's gather the parameters."""
         hooks: Any = self.module._forward_pre_hooks
+        if self._key in hooks:
+            return
         if self._key < 0:
-            self._key = self.module.register_forward_pre_hook(self, prepend=True, with_kwargs=True).id
-        elif self._key not in hooks:
-            hooks[self._key] = self
-            for key in (self._key, *reversed(self._before)):
-                if key in hooks:
-                    hooks.move_to_end(key, last=False)
+            self._before = [key for key, hook in hooks.items() if is_of_fsdp(hook)]
+            self._key = self.module.register_forward_pre_hook(self, with_kwargs=True).id
+        hooks[self._key] = self
+        for key in (self._key, *reversed(self._before)):
+            if key in hooks:
+                hooks.move_to_end(key, last=False)
 
     @property
     def is_installed(self) -> bool:
@@ -269,6 +271,7 @@ class Checker:
         model: The root, with the plan applied.
         axis: Its ranks.
         originals: Modules as they were before.
+        plan: The applied plan.
         always: Check every call.
         is_staged: The root may be a part of a model: its inputs may be shards.
         may_leave: A shard may leave the root as a plain tensor.
@@ -279,6 +282,7 @@ class Checker:
         model: nn.Module,
         axis: TPGroup,
         originals: list[Original],
+        plan: TPPlan,
         *,
         always: bool,
         is_staged: bool,
@@ -290,8 +294,9 @@ class Checker:
         self.is_staged = is_staged
         self.may_leave = may_leave
         self.names = {module: name for name, module in model.named_modules()}
-        self.planned = frozenset(name for name, _ in model.named_parameters())
-        self.unstyled = frozenset[str]()
+        self.parameters = frozenset(name for name, _ in model.named_parameters())
+        self.planned = {planned.name: (planned.spec, planned.info.arguments) for planned in plan.modules}
+        self.unstyled = frozenset(left.name for left in plan.unstyled)
         self.results: dict[tuple[str, Mode], Verdict] = {}
         self.has_compared_replicas = False
         self.scopes: list[Scope] = []
@@ -399,8 +404,9 @@ class Checker:
                 for leaf in inputs.differ
             )
         if has_fsdp_below(scope.module):
-            # FSDP2's hooks would gather and reduce within both runs. Regions inside its units are checked in the call.
-            unchecked = "FSDP2 shards modules inside; regions within them are checked"
+            # FSDP2's hooks would gather and reduce within both runs. Its units are checked in the call, gathered.
+            unchecked = "FSDP2 shards modules inside; those with styles are checked"
+            self._add_units(scope)
         elif inputs.differ or (inner_dims and not scope.is_root and not inputs.has_shards):
             unchecked = "its inputs are shards, and no style on the module declares how: PrepareModuleInput does"
         else:
@@ -416,6 +422,52 @@ class Checker:
             warnings.warn(f"{scope}: the sharded model is not checked: {unchecked}", stacklevel=5)
         scope.done[mode] = size
         return None
+
+    def _add_units(self, root: Scope) -> None:
+        """Add a scope for each module that FSDP2 shards as a unit: it stands for its part of the root.
+
+        Beside a region of its own, a layer has norms whose gradient is summed and inputs that are redistributed.
+        """
+        for name, unit in fsdp_units(root.module).items():
+            is_styled = any(is_below(planned, name) for planned in self.planned)
+            if is_styled and all(scope.module is not unit for scope in self.scopes):
+                self.scopes.append(self.scope(name, unit))
+                self.scopes[-1].install()
+        self._nest()
+
+    def scope(self, name: str, module: nn.Module) -> Scope:
+        """Return a scope, with the declarations of styles on its module and below."""
+        below = [spec for planned, (spec, _) in self.planned.items() if is_below(planned, name)]
+        spec, names = self.planned.get(name, (StyleSpec(), ()))
+        layouts, inner_dims = {key: flow.src for key, flow in spec.inputs}, tuple[int, ...]()
+        # A row-wise layer's features come from the column-wise layer before it; other shards come in from outside.
+        flows = [flow for each in below for _, flow in each.inputs if (flow.src, flow.dst) != (Shard(-1), Shard(-1))]
+        if not any(isinstance(layout, Shard) for layout in layouts.values()):
+            inner_dims = tuple({flow.src.dim: None for flow in flows if isinstance(flow.src, Shard)})
+        has_partial = any(flow.dst.is_partial() for each in below for flow in each.outputs if flow is not None)
+        declared = Declared(layouts, names, inner_dims)
+        return Scope(self, name, module, is_root=not name, declared=declared, has_partial_output=has_partial)
+
+    def _nest(self) -> None:
+        for scope in self.scopes:
+            scope.inside = [other for other in self.scopes if other is not scope and is_below(other.name, scope.name)]
+
+    def install(self, model: nn.Module, regions: list[str]) -> None:
+        """Install hooks of all scopes, the root's first, before every other hook. They see the caller's inputs.
+
+        Args:
+            model: The root.
+            regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
+        """
+        self.scopes = [self.scope(name, model.get_submodule(name)) for name in sorted({"", *regions})]
+        self._nest()
+        for scope in self.scopes:
+            scope.install()
+
+    def take_back(self) -> None:
+        """Remove all traces of the check from the model."""
+        for scope in self.scopes:
+            scope.take_back()
 
     def _recorder(self, scope: Scope, calls: dict[Scope, Call]) -> Callable[..., None]:
         """Return a function that adds the first call of each region to `calls`, unless it is compared already."""
@@ -444,7 +496,7 @@ class Checker:
             CheckError: Some are not; on every rank.
         """
         different = []
-        styled = self.planned - self.unstyled
+        styled = self.parameters - self.unstyled
         for name, parameter in scope.module.named_parameters():
             owner = scope.module.get_submodule(name.rpartition(".")[0])
             if name in styled or isinstance(vars(owner).get("forward"), Forward):
@@ -911,42 +963,6 @@ def originals(changes: list[ModuleChange]) -> list[Original]:
         original.attributes.update(attributes)
         original.foreign_hooks |= keys
     return list(table.values())
-
-
-def install_check(checker: Checker, model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Callable[[], None]]:
-    """Install hooks of all scopes, the root's first, before every other hook. They see the caller's inputs.
-
-    Args:
-        checker: Their checker.
-        model: The root.
-        plan: The applied plan.
-        regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
-
-    Returns:
-        Functions to remove them.
-    """
-    checker.unstyled = frozenset(left.name for left in plan.unstyled)
-    scopes = [Scope(checker, "", model, is_root=True)]
-    scopes += [Scope(checker, name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
-    for scope in scopes:
-        below = [planned for planned in plan.modules if is_below(planned.name, scope.name)]
-        own = next((planned for planned in below if planned.name == scope.name), None)
-        layouts, names, inner_dims = dict[str, Placement](), tuple[str, ...](), tuple[int, ...]()
-        if own is not None:
-            layouts, names = {name: flow.src for name, flow in own.spec.inputs}, own.info.arguments
-        # A row-wise layer's features come from the column-wise layer before it; other shards come in from outside.
-        flows = [
-            flow for item in below for _, flow in item.spec.inputs if (flow.src, flow.dst) != (Shard(-1), Shard(-1))
-        ]
-        if not any(isinstance(layout, Shard) for layout in layouts.values()):
-            inner_dims = tuple({flow.src.dim: None for flow in flows if isinstance(flow.src, Shard)})
-        scope.declared = Declared(layouts, names, inner_dims)
-        outputs = [flow for planned in below for flow in planned.spec.outputs if flow is not None]
-        scope.has_partial_output = any(flow.dst.is_partial() for flow in outputs)
-        scope.inside = [other for other in scopes if other.name != scope.name and is_below(other.name, scope.name)]
-        scope.install()
-    checker.scopes = scopes
-    return [scope.take_back for scope in scopes]
 
 
 def _shares(inner: nn.Module, outer: nn.Module) -> bool:

@@ -321,7 +321,7 @@ class Run:
         foreign = original.foreign_hooks if original is not None else set()
         for table in HOOK_TABLES:
             hooks = vars(module)[table]
-            left_out = {key for key, hook in hooks.items() if _of_fsdp(hook)}
+            left_out = {key for key, hook in hooks.items() if is_of_fsdp(hook)}
             if reverted:
                 left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
             remaining = [item for item in hooks.items() if item[0] not in left_out]
@@ -430,7 +430,16 @@ def _put(module: nn.Module, state: dict[str, Any]) -> None:
 def has_fsdp_below(module: nn.Module) -> bool:
     """True if modules below are units of FSDP2: these gather their parameters only when called."""
     below = (child for child in module.modules() if child is not module)
-    return any(_of_fsdp(hook) for child in below for hook in child._forward_pre_hooks.values())
+    return any(is_of_fsdp(hook) for child in below for hook in child._forward_pre_hooks.values())
+
+
+def fsdp_units(model: nn.Module) -> dict[str, nn.Module]:
+    """Return units of FSDP2 with no other inside, by FQN: their hooks gather every parameter before a call."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(map(is_of_fsdp, module._forward_pre_hooks.values())) and not has_fsdp_below(module)
+    }
 
 
 def full_numel(parameter: torch.Tensor) -> int:
@@ -439,7 +448,8 @@ def full_numel(parameter: torch.Tensor) -> int:
     return int(info.shape.numel()) if info is not None else parameter.numel()
 
 
-def _of_fsdp(hook: Any) -> bool:
+def is_of_fsdp(hook: Any) -> bool:
+    """True for a hook of FSDP2."""
     owner = getattr(hook, "__self__", None)
     return owner is not None and type(owner).__module__.startswith(FSDP)
 
