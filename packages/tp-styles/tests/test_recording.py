@@ -226,7 +226,7 @@ def test_units_of_fsdp2_stand_for_a_root_that_cannot_run_alone(ranks: Ranks) -> 
     mesh = ranks.mesh((ranks.world_size // 2, 2), ("dp", "tp"))
 
     def sharded(styles: dict[str, tp.ParallelStyle]) -> tuple[Any, tp.TPHandle]:
-        model = models.seeded(Rooted).double()
+        model: Any = models.seeded(Rooted).double()
         handle = tp.apply_plan(model, mesh["tp"], PLAN | styles)
         fully_shard(model.block, mesh=mesh["dp"])
         return fully_shard(model, mesh=mesh["dp"]), handle
@@ -243,7 +243,7 @@ def test_units_of_fsdp2_stand_for_a_root_that_cannot_run_alone(ranks: Ranks) -> 
         wrong(x)
     with pytest.raises(tp.PlanError, match=r"model-changed.*undo\(\): FSDP2 holds.*full_state_dict"):
         handle.undo()
-    inner = models.seeded(lambda: nn.Sequential(Pair(torch.tanh)))
+    inner: Any = models.seeded(lambda: nn.Sequential(Pair(torch.tanh)))
     handle = tp.apply_plan(inner[0], mesh["tp"], PLAN)
     fully_shard(inner, mesh=mesh["dp"])  # around the module of the plan
     with pytest.raises(tp.PlanError, match=r"model-changed.*undo\(\): FSDP2 holds"):

@@ -135,7 +135,7 @@ class TPHandle:
 
     def _is_sharded_again(self) -> bool:
         """True if a parameter of the plan lies on another mesh now: `fully_shard` of a model around this one."""
-        parts = [change.module._parameters.get(name) for change in self._changes for name in change.replaced]
+        parts: list[Any] = [change.module._parameters.get(name) for change in self._changes for name in change.replaced]
         return any(isinstance(part, DTensor) and part.device_mesh != self._axis.mesh for part in parts)
 
     def _complete_gradients(self) -> None:

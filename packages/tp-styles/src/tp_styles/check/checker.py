@@ -294,9 +294,8 @@ class Checker:
         self.is_staged = is_staged
         self.may_leave = may_leave
         self.names = {module: name for name, module in model.named_modules()}
-        self.parameters = frozenset(name for name, _ in model.named_parameters())
         self.planned = {planned.name: (planned.spec, planned.info.arguments) for planned in plan.modules}
-        self.unstyled = frozenset(left.name for left in plan.unstyled)
+        self.styled = frozenset(name for name, _ in model.named_parameters()) - {left.name for left in plan.unstyled}
         self.results: dict[tuple[str, Mode], Verdict] = {}
         self.has_compared_replicas = False
         self.scopes: list[Scope] = []
@@ -496,10 +495,9 @@ class Checker:
             CheckError: Some are not; on every rank.
         """
         different = []
-        styled = self.parameters - self.unstyled
         for name, parameter in scope.module.named_parameters():
             owner = scope.module.get_submodule(name.rpartition(".")[0])
-            if name in styled or isinstance(vars(owner).get("forward"), Forward):
+            if name in self.styled or isinstance(vars(owner).get("forward"), Forward):
                 continue  # these have other checks
             if type(parameter) is nn.Parameter and not hasattr(parameter, "_sharding_info"):
                 value = parameter.detach()
@@ -643,7 +641,7 @@ class Checker:
                 str(scope),
                 item,
                 verdict.place,
-                unstyled=self.unstyled,
+                styled=self.styled,
                 has_cache=cache,
                 adapter=self._half_styled(scope.module, item.name),
                 hints=hints,
