@@ -209,6 +209,29 @@ def test_a_loss_of_one_ranks_logits_is_refused_at_its_first_backward(ranks: Rank
     assert refused == 5
 
 
+@pytest.mark.ranks(2)
+def test_a_loss_beside_fsdp2_is_watched_without_a_check_of_the_root(ranks: Ranks) -> None:
+    """The root is not compared there, so which of its outputs are shards is not known: all are watched once."""
+    mesh = ranks.mesh((1, 2), ("dp", "tp"))
+    x, target, refused = torch.randn(4, 8, generator=torch.Generator().manual_seed(2)), torch.arange(4), 0
+    for is_right, more in LOSSES.values():
+        model: Any = models.seeded(Head)
+        tp.apply_plan(model, mesh["tp"], {"head": tp.ColwiseParallel(output_layouts=Shard(-1))})
+        fully_shard(model.body, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        logits = model(x)
+        loss, extra = tp.vocab_parallel_cross_entropy(logits, target, mesh=mesh["tp"]), more(logits)
+        loss = loss if extra is None else loss + extra
+        if is_right:
+            loss.backward()
+            assert type(model(x)) is Tensor  # a second call is not watched
+            continue
+        with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*loss.*on the ranks.*use_local_output"):
+            loss.backward()
+        refused += 1
+    assert refused == 5
+
+
 class Rooted(Pair):
     """A block before a pair of the root, whose region holds the block's norms too."""
 

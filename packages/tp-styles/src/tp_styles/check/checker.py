@@ -420,6 +420,7 @@ class Checker:
         if is_root and inputs.differ:
             warnings.warn(f"{scope}: the sharded model is not checked: {unchecked}", stacklevel=5)
         scope.done[mode] = size
+        self._watch_loss(scope, mode, None)
         return None
 
     def _add_units(self, root: Scope) -> None:
@@ -678,8 +679,18 @@ class Checker:
             warnings.warn(f"{scope}: {subject} of the sharded model are not checked: {verdict.reason}", stacklevel=5)
         if not (scope.is_root and verdict.reason == ALIKE):  # the next call is checked
             scope.done[mode] = call.size
-        if scope.is_root and not self.is_staged and mode[1] and verdict.local:
-            watch_loss(scope.module, verdict.local, self.axis)
+        self._watch_loss(scope, mode, verdict.local if verdict.stage >= Stage.OUTPUTS else None)
+
+    def _watch_loss(self, root: Scope, mode: Mode, paths: tuple[str, ...] | None) -> None:
+        """Watch the loss of the call that follows, if a shard may leave the model as a plain tensor.
+
+        Args:
+            root: The root; other scopes' outputs go on in the model.
+            mode: Its mode.
+            paths: Outputs that are such shards; None if not known, as beside FSDP2.
+        """
+        if root.is_root and not self.is_staged and self.may_leave and mode[1]:
+            watch_loss(root.module, paths, self.axis)
 
     def _refuse_late_modules(self, scope: Scope, verdict: Verdict) -> None:
         """Refuse an incomparable model with layers added after the plan: adapters, mostly.
