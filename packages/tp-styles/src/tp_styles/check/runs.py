@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import local_of, without_dispatch_modes
-from tp_styles.check.inputs import PLAIN, SHARED, tensors_in, varied
+from tp_styles.check.inputs import FSDP, PLAIN, SHARED, tensors_in, varied
 from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.install import TABLES, DisableFastPath
 from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
@@ -186,7 +186,6 @@ INTERNAL = frozenset(vars(nn.Module()))
 HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks"
 # Containers that modules hold in objects, by identity, with their contents.
 Objects = dict[int, tuple[Any, list[Any]]]
-FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 
 
 @dataclass(eq=False)
@@ -329,8 +328,10 @@ class Run:
                 pre = "pre" in table
                 remaining = [(-1, self.trace.enter), *remaining] if pre else [*remaining, (-1, self.trace.leave)]
             state[table] = remaining, []
-            for hook in hooks.values():  # e.g. lists in a user's hook
-                for cell in getattr(hook, "__closure__", None) or ():
+            for (
+                hook
+            ) in hooks.values():  # e.g. lists in a user's hook; FSDP2's take no part, and reach torch's own modules
+                for cell in () if is_of_fsdp(hook) else getattr(hook, "__closure__", None) or ():
                     with suppress(ValueError):  # an empty cell
                         _remember(cell.cell_contents, self._objects)
         if reverted:
