@@ -204,6 +204,8 @@ def test_optimizers_that_need_full_matrices_or_one_kind_of_tensor(ranks: Ranks) 
     assert torch.equal(weight, values)
     torch.optim.AdamW(model.parameters()).step()
     norm, down = model[1].weight, model[0].down.weight
+    with pytest.raises(tp.PlanError, match=r"mixed-parameters.*LBFGS: one vector on DTensors.*rest=\"replicated\""):
+        torch.optim.LBFGS([down, norm]).step(lambda: model(x64(3, 8)).sum())
     for kernels in ("fused", "foreach"):
         for params, remedy in (([down, norm], r"rest=\"replicated\""), ([down, weight], "a group of their own")):
             optimizer = torch.optim.AdamW(params, fused=kernels == "fused", foreach=kernels == "foreach")

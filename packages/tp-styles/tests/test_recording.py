@@ -12,6 +12,7 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -206,3 +207,69 @@ def test_a_loss_of_one_ranks_logits_is_refused_at_its_first_backward(ranks: Rank
             torch.testing.assert_close(gradient, alone.body.weight.grad, atol=1e-6, rtol=1e-5, msg=f"{name} {local}")
             assert type(model(x)) is (Tensor if local else DTensor)  # a second call is not watched
     assert refused == 5
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_beside_fsdp2_is_watched_without_a_check_of_the_root(ranks: Ranks) -> None:
+    """The root is not compared there, so which of its outputs are shards is not known: all are watched once."""
+    mesh = ranks.mesh((1, 2), ("dp", "tp"))
+    x, target, refused = torch.randn(4, 8, generator=torch.Generator().manual_seed(2)), torch.arange(4), 0
+    for is_right, more in LOSSES.values():
+        model: Any = models.seeded(Head)
+        tp.apply_plan(model, mesh["tp"], {"head": tp.ColwiseParallel(output_layouts=Shard(-1))})
+        fully_shard(model.body, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        logits = model(x)
+        loss, extra = tp.vocab_parallel_cross_entropy(logits, target, mesh=mesh["tp"]), more(logits)
+        loss = loss if extra is None else loss + extra
+        if is_right:
+            loss.backward()
+            assert type(model(x)) is Tensor  # a second call is not watched
+            continue
+        with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*loss.*on the ranks.*use_local_output"):
+            loss.backward()
+        refused += 1
+    assert refused == 5
+
+
+class Rooted(Pair):
+    """A block before a pair of the root, whose region holds the block's norms too."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tanh)
+        self.block = Block(torch.tanh, torch.tanh, in_order)
+
+    def forward(self, x: Tensor, *, shift: Tensor | None = None) -> Tensor:
+        return super().forward(self.block(x), shift=shift)
+
+
+@pytest.mark.ranks(2, 4)
+def test_units_of_fsdp2_stand_for_a_root_that_cannot_run_alone(ranks: Ranks) -> None:
+    """FSDP2's hooks would gather within the root's runs, so a norm in the root's region was compared by none."""
+    mesh = ranks.mesh((ranks.world_size // 2, 2), ("dp", "tp"))
+
+    def sharded(styles: dict[str, tp.ParallelStyle]) -> tuple[Any, tp.TPHandle]:
+        model: Any = models.seeded(Rooted).double()
+        handle = tp.apply_plan(model, mesh["tp"], PLAN | styles)
+        fully_shard(model.block, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"]), handle
+
+    x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model, handle = sharded({})
+    for is_training in (True, False, True):
+        model.train(is_training)(x).square().mean().backward()
+    lines = [line for line in handle.report().splitlines() if line.startswith("check of block (")]
+    assert len(lines) == 2, handle.report()
+    assert all("equal to the original (1 tensors and 14 gradients" in line for line in lines), lines
+    wrong, _ = sharded({"block.norm": tp.NoParallel(sum_gradient=True)})
+    with pytest.raises(tp.PlanError, match=r"block\.norm\.weight: in region 'block'.*it is 2 times"):
+        wrong(x)
+    with pytest.raises(tp.PlanError, match=r"model-changed.*undo\(\): FSDP2 holds.*full_state_dict"):
+        handle.undo()
+    inner: Any = models.seeded(lambda: nn.Sequential(Pair(torch.tanh)))
+    handle = tp.apply_plan(inner[0], mesh["tp"], PLAN)
+    fully_shard(inner, mesh=mesh["dp"])  # around the module of the plan
+    with pytest.raises(tp.PlanError, match=r"model-changed.*undo\(\): FSDP2 holds"):
+        handle.undo()
+    before = models.seeded(Rooted).double().state_dict()
+    assert models.assert_close(tp.full_state_dict(model), before, atol=1e-12) > 3000

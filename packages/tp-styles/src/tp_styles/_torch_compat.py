@@ -129,12 +129,19 @@ class GradientDTensor(DTensor):
     ) -> Any:
         """Run as a DTensor's, except for `detach`."""
         if func is _DETACH:
-            return _arrived(args[0])
+            gradient = args[0]
+            # Of autograd's own call nobody keeps the gradient: it becomes the DTensor itself, without a second wrapper.
+            # A user's `detach` of a result of `torch.autograd.grad` gives another object, as detach does.
+            if _graph_task() == -1:
+                return _arrived(gradient)
+            gradient.__class__ = DTensor
+            return gradient
         args, kwargs = tree_map(_arrived, (args, kwargs or {}))  # plain DTensors from here on
         return func(*args, **kwargs)
 
 
 _DETACH = torch.ops.aten.detach.default
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def _arrived(x: Any) -> Any:

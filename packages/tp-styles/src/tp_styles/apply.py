@@ -17,8 +17,9 @@ from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import current_parameter, is_stale, mark_stale
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
-from tp_styles.check.checker import Check, Checker, install_check, originals, watch_registrations
+from tp_styles.check.checker import Check, Checker, originals, watch_registrations
 from tp_styles.check.optimizers import check_optimizers, keep_sections
+from tp_styles.check.runs import fsdp_units
 from tp_styles.plan.model import PlannedModule, TPPlan
 from tp_styles.plan.planned import Plan, Rest, plan_module
 from tp_styles.problems import PlanError, Problem
@@ -88,13 +89,18 @@ class TPHandle:
             The model.
 
         Raises:
-            PlanError: It was undone before, on this rank or on another; or another rank has other parameters in place.
+            PlanError: It was undone before, on this rank or on another; FSDP2 holds the parameters; or another rank has
+                other parameters in place.
         """
         fault = None
         if self.plan.modules and not self._changes:
             fault = PlanError(
                 Problem("already-applied", found="undo() a second time", hint="apply the plan again first")
             )
+        elif fsdp_units(self.model) or self._is_sharded_again():  # FSDP2's own tables would hold the shards
+            found = "FSDP2 holds the model's parameters"
+            hint = "undo() before fully_shard(); full_state_dict(model) has the full values, for a model of one process"
+            fault = PlanError(Problem("model-changed", "undo()", found=found, hint=hint))
         self._complete_gradients()
         same = "every rank needs the same parameters in the same places"
         assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=same)
@@ -126,6 +132,11 @@ class TPHandle:
         take_back(self._changes)
         self._changes = []  # a second undo() raises
         return self.model
+
+    def _is_sharded_again(self) -> bool:
+        """True if a parameter of the plan lies on another mesh now: `fully_shard` of a model around this one."""
+        parts: list[Any] = [change.module._parameters.get(name) for change in self._changes for name in change.replaced]
+        return any(isinstance(part, DTensor) and part.device_mesh != self._axis.mesh for part in parts)
 
     def _complete_gradients(self) -> None:
         """Give shards with all rows on one rank (numbered experts) a gradient on every rank, if any rank has one."""
@@ -280,11 +291,10 @@ def apply_staged(
         changes.append(ModuleChange(model, removers=install_regions(model, decided, axis, decided.regions)))
         if check != "never" and decided.modules:
             may_leave = is_staged or _declares_shards(decided)
-            checker = Checker(
-                model, axis, originals(changes), always=check == "always", is_staged=is_staged, may_leave=may_leave
-            )
-            removers = install_check(checker, model, decided, checked_modules(decided))
-            changes.append(ModuleChange(model, removers=removers))
+            always, before = check == "always", originals(changes)
+            checker = Checker(model, axis, before, decided, always=always, is_staged=is_staged, may_leave=may_leave)
+            checker.install(model, checked_modules(decided))
+            changes.append(ModuleChange(model, removers=[checker.take_back]))
     except BaseException:
         restore(changes)  # all of the plan or nothing
         raise

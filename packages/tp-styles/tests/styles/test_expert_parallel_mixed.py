@@ -16,8 +16,10 @@ from moe_models import ATTENTION, compare
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from tp_styles.runtime.sequence import Kind
+from tp_styles.values import ModuleInfo, Redistribution, StyleSpec
 
 ATOL = 1e-12
 STEPS = moe.STEPS
@@ -208,6 +210,42 @@ def test_router_losses_over_all_ranks_tokens(ranks: Ranks) -> None:
         else:
             with pytest.raises(AssertionError):
                 compare(model, alone, mesh, rows=rows, before_step=average, ranks=2, router=0.1)
+
+
+class LosesTheSum(tp.RouterLogits):
+    """Each rank keeps the gradient of its own rows alone: half of what FSDP2's average on two ranks takes."""
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        flow = Redistribution(Shard(0), Replicate())
+        return StyleSpec(outputs=(flow, None, None))
+
+
+@pytest.mark.ranks(2)
+def test_a_router_with_gathered_logits_is_compared_with_the_original(ranks: Ranks) -> None:
+    """Each rank passes its own tokens, which no check of one call declares; `compare` deals out the rows itself."""
+    mesh, ids = ranks.mesh((2,), ("ep",)), moe.batches(1, 4)[0]
+
+    def sharded(router: tp.ParallelStyle | None) -> Any:
+        model = moe.language_model(4)
+        styles = {"router": router} if router else {}
+        for layer in model.layers:
+            tp.apply_plan(layer.moe, mesh, styles | {"experts": tp.ExpertParallel("sharded")}, check="never")
+        experts = {p for name, p in model.named_parameters() if ".experts." in name}
+        for parameter in experts:
+            parameter.register_hook(lambda gradient: gradient / 2)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, ignored_params=experts)
+        return fully_shard(model, mesh=mesh, ignored_params=experts)
+
+    original = partial(moe.language_model, 4)
+    right = sharded(tp.RouterLogits())
+    found = tp.compare(right, original, ids, data_mesh=mesh)
+    assert found.compared.tensors == 2
+    assert found.unchecked == tuple(f"layers.{i}.attn.k.bias (zero in both)" for i in range(2))  # softmax takes none
+    assert found.compared.gradients == len(dict(right.named_parameters())) - 2
+    for style, text in ((None, r"shape \(2, 10, 4\)"), (LosesTheSum(), r"router\.gate\.weight: gradient differs")):
+        with pytest.raises(tp.PlanError, match=text):
+            tp.compare(sharded(style), original, ids, data_mesh=mesh)
 
 
 class LoRA(nn.Module):

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,7 @@ from tp_styles.check import RUNNING, Running, running
 from tp_styles.check.compare import ALIKE, Comparison, Stage, Verdict, cotangents, problem
 from tp_styles.check.inputs import ConstantRandomness, Copies, Inputs, Mode, NotReady, is_close
 from tp_styles.check.rows import Row, joined, tolerance_of
-from tp_styles.check.runs import Original, Run, Trace, Weights, full_numel, has_fsdp_below
+from tp_styles.check.runs import Original, Run, Trace, Weights, fsdp_units, full_numel, has_fsdp_below, is_of_fsdp
 from tp_styles.check.watched_loss import watch_loss
 from tp_styles.plan.model import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
@@ -49,7 +49,7 @@ from tp_styles.runtime.install import KeyRemover, ModuleChange
 from tp_styles.runtime.parameters import ShardParameter, agreed_values
 from tp_styles.runtime.redistribute import TPGroup
 from tp_styles.runtime.votes import PeerRaised, Votes, before_collective, voting
-from tp_styles.values import is_below
+from tp_styles.values import StyleSpec, is_below
 
 Check = Literal["first", "always", "never"]
 
@@ -72,6 +72,11 @@ class Declared:
     layouts: dict[str, Placement] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     inner_dims: tuple[int, ...] = ()
+
+    @cached_property
+    def dims(self) -> frozenset[int]:
+        """Dims along which inputs may be shards."""
+        return frozenset([*self.inner_dims, *(each.dim for each in self.layouts.values() if isinstance(each, Shard))])
 
 
 @dataclass(eq=False)
@@ -117,19 +122,21 @@ class Scope:
             if RUNNING[-1].record is not None:
                 RUNNING[-1].record(self, args, kwargs)
             return
-        mode = module.training, torch.is_grad_enabled()
+        with_gradients = torch.is_grad_enabled()
+        mode = module.training, with_gradients
         checked = self.done.get(mode)
-        largest, options = size_and_options(args, kwargs, self.declared) if self.is_root else (1, ())
-        # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
-        is_new = checked and (2 * checked <= largest or (mode, options) not in self.options)
-        if self.is_root and is_new and not self.checker.is_staged:
-            for scope in self.checker.scopes:  # the regions too
-                scope.done.pop(mode, None)
-                scope.verified.discard(mode)
-            checked = None
-        if self.is_root:  # regions not yet checked in their mode; the check around this one removes them
-            for region in self.checker.scopes[1:]:
-                if (region.module.training, mode[1]) not in region.done:
+        options: tuple[str, ...] = ()
+        if self.is_root:
+            largest, options = size_and_options(args, kwargs, self.declared)
+            # A first batch of one token hides what depends on length, and `output_attentions=True` gives more outputs.
+            is_new = checked and (2 * checked <= largest or (mode, options) not in self.options)
+            if is_new and not self.checker.is_staged:
+                for scope in self.checker.scopes:  # the regions too
+                    scope.done.pop(mode, None)
+                    scope.verified.discard(mode)
+                checked = None
+            for region in self.inside:  # those not yet checked in their mode; the check around this one removes them
+                if (region.module.training, with_gradients) not in region.done:
                     region.install()
         if checked is None or self.checker.always:
             self.checker.check(self, args, kwargs)
@@ -147,13 +154,15 @@ class Scope:
     def install(self) -> None:
         """Install before every other hook, except for those already before it: FSDP2's gather the parameters."""
         hooks: Any = self.module._forward_pre_hooks
+        if self._key in hooks:
+            return
         if self._key < 0:
-            self._key = self.module.register_forward_pre_hook(self, prepend=True, with_kwargs=True).id
-        elif self._key not in hooks:
-            hooks[self._key] = self
-            for key in (self._key, *reversed(self._before)):
-                if key in hooks:
-                    hooks.move_to_end(key, last=False)
+            self._before = [key for key, hook in hooks.items() if is_of_fsdp(hook)]
+            self._key = self.module.register_forward_pre_hook(self, with_kwargs=True).id
+        hooks[self._key] = self
+        for key in (self._key, *reversed(self._before)):
+            if key in hooks:
+                hooks.move_to_end(key, last=False)
 
     @property
     def is_installed(self) -> bool:
@@ -262,6 +271,7 @@ class Checker:
         model: The root, with the plan applied.
         axis: Its ranks.
         originals: Modules as they were before.
+        plan: The applied plan.
         always: Check every call.
         is_staged: The root may be a part of a model: its inputs may be shards.
         may_leave: A shard may leave the root as a plain tensor.
@@ -272,6 +282,7 @@ class Checker:
         model: nn.Module,
         axis: TPGroup,
         originals: list[Original],
+        plan: TPPlan,
         *,
         always: bool,
         is_staged: bool,
@@ -283,8 +294,8 @@ class Checker:
         self.is_staged = is_staged
         self.may_leave = may_leave
         self.names = {module: name for name, module in model.named_modules()}
-        self.planned = frozenset(name for name, _ in model.named_parameters())
-        self.unstyled = frozenset[str]()
+        self.planned = {planned.name: (planned.spec, planned.info.arguments) for planned in plan.modules}
+        self.styled = frozenset(name for name, _ in model.named_parameters()) - {left.name for left in plan.unstyled}
         self.results: dict[tuple[str, Mode], Verdict] = {}
         self.has_compared_replicas = False
         self.scopes: list[Scope] = []
@@ -392,8 +403,9 @@ class Checker:
                 for leaf in inputs.differ
             )
         if has_fsdp_below(scope.module):
-            # FSDP2's hooks would gather and reduce within both runs. Regions inside its units are checked in the call.
-            unchecked = "FSDP2 shards modules inside; regions within them are checked"
+            # FSDP2's hooks would gather and reduce within both runs. Its units are checked in the call, gathered.
+            unchecked = "FSDP2 shards modules inside; those with styles are checked"
+            self._add_units(scope)
         elif inputs.differ or (inner_dims and not scope.is_root and not inputs.has_shards):
             unchecked = "its inputs are shards, and no style on the module declares how: PrepareModuleInput does"
         else:
@@ -408,7 +420,54 @@ class Checker:
         if is_root and inputs.differ:
             warnings.warn(f"{scope}: the sharded model is not checked: {unchecked}", stacklevel=5)
         scope.done[mode] = size
+        self._watch_loss(scope, mode, None)
         return None
+
+    def _add_units(self, root: Scope) -> None:
+        """Add a scope for each module that FSDP2 shards as a unit: it stands for its part of the root.
+
+        Beside a region of its own, a layer has norms whose gradient is summed and inputs that are redistributed.
+        """
+        for name, unit in fsdp_units(root.module).items():
+            is_styled = any(is_below(planned, name) for planned in self.planned)
+            if is_styled and all(scope.module is not unit for scope in self.scopes):
+                self.scopes.append(self.scope(name, unit))
+                self.scopes[-1].install()
+        self._nest()
+
+    def scope(self, name: str, module: nn.Module) -> Scope:
+        """Return a scope, with the declarations of styles on its module and below."""
+        below = [spec for planned, (spec, _) in self.planned.items() if is_below(planned, name)]
+        spec, names = self.planned.get(name, (StyleSpec(), ()))
+        layouts, inner_dims = {key: flow.src for key, flow in spec.inputs}, tuple[int, ...]()
+        # A row-wise layer's features come from the column-wise layer before it; other shards come in from outside.
+        flows = [flow for each in below for _, flow in each.inputs if (flow.src, flow.dst) != (Shard(-1), Shard(-1))]
+        if not any(isinstance(layout, Shard) for layout in layouts.values()):
+            inner_dims = tuple({flow.src.dim: None for flow in flows if isinstance(flow.src, Shard)})
+        has_partial = any(flow.dst.is_partial() for each in below for flow in each.outputs if flow is not None)
+        declared = Declared(layouts, names, inner_dims)
+        return Scope(self, name, module, is_root=not name, declared=declared, has_partial_output=has_partial)
+
+    def _nest(self) -> None:
+        for scope in self.scopes:
+            scope.inside = [other for other in self.scopes if other is not scope and is_below(other.name, scope.name)]
+
+    def install(self, model: nn.Module, regions: list[str]) -> None:
+        """Install hooks of all scopes, the root's first, before every other hook. They see the caller's inputs.
+
+        Args:
+            model: The root.
+            regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
+        """
+        self.scopes = [self.scope(name, model.get_submodule(name)) for name in sorted({"", *regions})]
+        self._nest()
+        for scope in self.scopes:
+            scope.install()
+
+    def take_back(self) -> None:
+        """Remove all traces of the check from the model."""
+        for scope in self.scopes:
+            scope.take_back()
 
     def _recorder(self, scope: Scope, calls: dict[Scope, Call]) -> Callable[..., None]:
         """Return a function that adds the first call of each region to `calls`, unless it is compared already."""
@@ -437,10 +496,9 @@ class Checker:
             CheckError: Some are not; on every rank.
         """
         different = []
-        styled = self.planned - self.unstyled
         for name, parameter in scope.module.named_parameters():
             owner = scope.module.get_submodule(name.rpartition(".")[0])
-            if name in styled or isinstance(vars(owner).get("forward"), Forward):
+            if name in self.styled or isinstance(vars(owner).get("forward"), Forward):
                 continue  # these have other checks
             if type(parameter) is nn.Parameter and not hasattr(parameter, "_sharding_info"):
                 value = parameter.detach()
@@ -584,7 +642,7 @@ class Checker:
                 str(scope),
                 item,
                 verdict.place,
-                unstyled=self.unstyled,
+                styled=self.styled,
                 has_cache=cache,
                 adapter=self._half_styled(scope.module, item.name),
                 hints=hints,
@@ -621,8 +679,18 @@ class Checker:
             warnings.warn(f"{scope}: {subject} of the sharded model are not checked: {verdict.reason}", stacklevel=5)
         if not (scope.is_root and verdict.reason == ALIKE):  # the next call is checked
             scope.done[mode] = call.size
-        if scope.is_root and not self.is_staged and mode[1] and verdict.local:
-            watch_loss(scope.module, verdict.local, self.axis)
+        self._watch_loss(scope, mode, verdict.local if verdict.stage >= Stage.OUTPUTS else None)
+
+    def _watch_loss(self, root: Scope, mode: Mode, paths: tuple[str, ...] | None) -> None:
+        """Watch the loss of the call that follows, if a shard may leave the model as a plain tensor.
+
+        Args:
+            root: The root; other scopes' outputs go on in the model.
+            mode: Its mode.
+            paths: Outputs that are such shards; None if not known, as beside FSDP2.
+        """
+        if root.is_root and not self.is_staged and self.may_leave and mode[1]:
+            watch_loss(root.module, paths, self.axis)
 
     def _refuse_late_modules(self, scope: Scope, verdict: Verdict) -> None:
         """Refuse an incomparable model with layers added after the plan: adapters, mostly.
@@ -876,8 +944,7 @@ def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any], declared: De
     Sharded dims count as one element: uneven shards differ from rank to rank, and all ranks have to decide alike. Token
     ids (integers) are full but for a batch that is sharded along dim 0.
     """
-    largest, options = 1, []
-    dims = {*declared.inner_dims, *(each.dim for each in declared.layouts.values() if isinstance(each, Shard))}
+    largest, options, dims = 1, [], declared.dims
     for index, x in enumerate((*args, *kwargs.values())):  # plain loops: a steady call asks, too
         if isinstance(x, torch.Tensor):
             if x.requires_grad:  # an input without a gradient now may have one later
@@ -889,7 +956,8 @@ def size_and_options(args: tuple[Any, ...], kwargs: dict[str, Any], declared: De
                 size = math.prod([length for dim, length in enumerate(x.shape) if dim not in sharded])
             if size > largest:
                 largest = size
-    options += [name for name, x in kwargs.items() if x is True]
+    if kwargs:
+        options += [name for name, x in kwargs.items() if x is True]
     return largest, tuple(options)
 
 
@@ -904,42 +972,6 @@ def originals(changes: list[ModuleChange]) -> list[Original]:
         original.attributes.update(attributes)
         original.foreign_hooks |= keys
     return list(table.values())
-
-
-def install_check(checker: Checker, model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Callable[[], None]]:
-    """Install hooks of all scopes, the root's first, before every other hook. They see the caller's inputs.
-
-    Args:
-        checker: Their checker.
-        model: The root.
-        plan: The applied plan.
-        regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
-
-    Returns:
-        Functions to remove them.
-    """
-    checker.unstyled = frozenset(left.name for left in plan.unstyled)
-    scopes = [Scope(checker, "", model, is_root=True)]
-    scopes += [Scope(checker, name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
-    for scope in scopes:
-        below = [planned for planned in plan.modules if is_below(planned.name, scope.name)]
-        own = next((planned for planned in below if planned.name == scope.name), None)
-        layouts, names, inner_dims = dict[str, Placement](), tuple[str, ...](), tuple[int, ...]()
-        if own is not None:
-            layouts, names = {name: flow.src for name, flow in own.spec.inputs}, own.info.arguments
-        # A row-wise layer's features come from the column-wise layer before it; other shards come in from outside.
-        flows = [
-            flow for item in below for _, flow in item.spec.inputs if (flow.src, flow.dst) != (Shard(-1), Shard(-1))
-        ]
-        if not any(isinstance(layout, Shard) for layout in layouts.values()):
-            inner_dims = tuple({flow.src.dim: None for flow in flows if isinstance(flow.src, Shard)})
-        scope.declared = Declared(layouts, names, inner_dims)
-        outputs = [flow for planned in below for flow in planned.spec.outputs if flow is not None]
-        scope.has_partial_output = any(flow.dst.is_partial() for flow in outputs)
-        scope.inside = [other for other in scopes if other.name != scope.name and is_below(other.name, scope.name)]
-        scope.install()
-    checker.scopes = scopes
-    return [scope.take_back for scope in scopes]
 
 
 def _shares(inner: nn.Module, outer: nn.Module) -> bool:

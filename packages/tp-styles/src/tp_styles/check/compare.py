@@ -377,7 +377,7 @@ def problem(
     difference: Row,
     place: str,
     *,
-    unstyled: frozenset[str],
+    styled: frozenset[str],
     has_cache: bool,
     adapter: str,
     hints: dict[str, str] | None,
@@ -388,7 +388,7 @@ def problem(
         scope: Name of the scope.
         difference: The difference.
         place: First module with another output; `""` if not known.
-        unstyled: Parameters without a style.
+        styled: Parameters that a style takes.
         has_cache: The call's inputs have a key-value cache.
         adapter: A low-rank adapter some of whose layers lack a style; `""` for none.
         hints: Remedies of the scope's own style by kind of difference, in place of `HINTS`; None for a style without.
@@ -414,6 +414,6 @@ def problem(
             "one of both is a DTensor: PrepareModuleInput(use_local_output=True) for plain parameters; a style of"
             " your own that makes DTensors of parameters prepares the inputs too (distribute_module(input_fn=...))"
         )
-    if difference.kind == "gradient" and difference.name not in unstyled and hints is None:
+    if difference.kind == "gradient" and difference.name in styled and hints is None:
         hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
     return Problem(code, name, found=f"in region {scope!r}: {reason}", hint=hint + '; check="never" skips the check')

@@ -27,6 +27,7 @@ TOLERANCE = 1e-3
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, slice)
 SHARED = (nn.Module, DeviceMesh, dist.ProcessGroup)
+FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 # Levels of containers and objects that are opened. A cache holds layers, and these hold tensors.
 DEPTH = 6
 
@@ -58,6 +59,8 @@ def tensors_in(value: Any, path: str = "", depth: int = 0, seen: set[int] | None
     if isinstance(value, torch.Tensor):
         yield Place(path, depth), value
     elif not (isinstance(value, (*PLAIN, *SHARED)) or callable(value) or depth >= DEPTH or id(value) in seen):
+        if type(value).__module__.startswith(FSDP):  # its state stands on each unit, and no run of a check changes it
+            return
         seen.add(id(value))  # objects may contain themselves
         for key, item in _entries(value):
             yield from tensors_in(item, path + key, depth + 1, seen)

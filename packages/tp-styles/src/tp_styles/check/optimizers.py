@@ -80,8 +80,9 @@ def _problems(optimizer: Optimizer) -> Iterator[Problem]:
     yield from elementwise_problems(optimizer, _is_shard)
     for group in optimizer.param_groups:
         kinds = {isinstance(p, DTensor): p for p in group["params"]}
-        if len(kinds) == 2 and (group.get("fused") or group.get("foreach")):
-            kernels = "fused=True" if group.get("fused") else "foreach=True"
+        joins = isinstance(optimizer, torch.optim.LBFGS)  # all of its parameters, in one vector
+        if len(kinds) == 2 and (group.get("fused") or group.get("foreach") or joins):
+            kernels = "fused=True" if group.get("fused") else "one vector" if joins else "foreach=True"
             reason = f"{kernels} on DTensors and plain tensors (one of shape {tuple(kinds[False].shape)})"
             hint = (
                 "sections of a fused weight are no DTensors: leave it out, or give them a group of their own"

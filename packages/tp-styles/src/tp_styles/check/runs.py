@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tp_styles._shared.dtensor import as_dtensor
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import local_of, without_dispatch_modes
-from tp_styles.check.inputs import PLAIN, SHARED, tensors_in, varied
+from tp_styles.check.inputs import FSDP, PLAIN, SHARED, tensors_in, varied
 from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.install import TABLES, DisableFastPath
 from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
@@ -186,7 +186,6 @@ INTERNAL = frozenset(vars(nn.Module()))
 HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks"
 # Containers that modules hold in objects, by identity, with their contents.
 Objects = dict[int, tuple[Any, list[Any]]]
-FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 
 
 @dataclass(eq=False)
@@ -321,7 +320,7 @@ class Run:
         foreign = original.foreign_hooks if original is not None else set()
         for table in HOOK_TABLES:
             hooks = vars(module)[table]
-            left_out = {key for key, hook in hooks.items() if _of_fsdp(hook)}
+            left_out = {key for key, hook in hooks.items() if is_of_fsdp(hook)}
             if reverted:
                 left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
             remaining = [item for item in hooks.items() if item[0] not in left_out]
@@ -329,8 +328,10 @@ class Run:
                 pre = "pre" in table
                 remaining = [(-1, self.trace.enter), *remaining] if pre else [*remaining, (-1, self.trace.leave)]
             state[table] = remaining, []
-            for hook in hooks.values():  # e.g. lists in a user's hook
-                for cell in getattr(hook, "__closure__", None) or ():
+            for (
+                hook
+            ) in hooks.values():  # e.g. lists in a user's hook; FSDP2's take no part, and reach torch's own modules
+                for cell in () if is_of_fsdp(hook) else getattr(hook, "__closure__", None) or ():
                     with suppress(ValueError):  # an empty cell
                         _remember(cell.cell_contents, self._objects)
         if reverted:
@@ -430,7 +431,16 @@ def _put(module: nn.Module, state: dict[str, Any]) -> None:
 def has_fsdp_below(module: nn.Module) -> bool:
     """True if modules below are units of FSDP2: these gather their parameters only when called."""
     below = (child for child in module.modules() if child is not module)
-    return any(_of_fsdp(hook) for child in below for hook in child._forward_pre_hooks.values())
+    return any(is_of_fsdp(hook) for child in below for hook in child._forward_pre_hooks.values())
+
+
+def fsdp_units(model: nn.Module) -> dict[str, nn.Module]:
+    """Return units of FSDP2 with no other inside, by FQN: their hooks gather every parameter before a call."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(map(is_of_fsdp, module._forward_pre_hooks.values())) and not has_fsdp_below(module)
+    }
 
 
 def full_numel(parameter: torch.Tensor) -> int:
@@ -439,7 +449,8 @@ def full_numel(parameter: torch.Tensor) -> int:
     return int(info.shape.numel()) if info is not None else parameter.numel()
 
 
-def _of_fsdp(hook: Any) -> bool:
+def is_of_fsdp(hook: Any) -> bool:
+    """True for a hook of FSDP2."""
     owner = getattr(hook, "__self__", None)
     return owner is not None and type(owner).__module__.startswith(FSDP)
 

@@ -83,13 +83,20 @@ def compare_loss(loss: WatchedShard) -> None:
     )
 
 
-def watch_loss(module: nn.Module, paths: tuple[str, ...], axis: TPGroup) -> None:
-    """Watch outputs of the call that is about to run, and of no later one."""
+def watch_loss(module: nn.Module, paths: tuple[str, ...] | None, axis: TPGroup) -> None:
+    """Watch outputs of the call that is about to run, and of no later one.
+
+    Args:
+        module: The root.
+        paths: Outputs that are shards. None for all: the loss of a full output is the same on all ranks.
+        axis: Its ranks.
+    """
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         handle.remove()
         for place, x in tensors_in(output):
-            if place.path in paths and type(x) is torch.Tensor:
+            is_shard = not place.is_state if paths is None else place.path in paths
+            if is_shard and type(x) is torch.Tensor and x.is_floating_point():
                 watched(x, axis, [])
 
     handle = module.register_forward_hook(watch)

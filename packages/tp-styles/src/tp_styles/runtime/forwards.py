@@ -203,12 +203,16 @@ class ColumnLinear(Forward):
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
         ((_, self.enter),) = self.moves.items()
-        self.leave = Output(only(spec), axis, f"{name} ->", local=spec.local_output, inplace_ok=False)
+        flow = only(spec)
+        self.leave = Output(flow, axis, f"{name} ->", local=spec.local_output, inplace_ok=False)
+        # As before a row-wise layer: the local features, in both passes.
+        self.stays = spec.local_output and flow.src == flow.dst and flow.gradient in (None, flow.dst)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Compute this rank's output features."""
         weight, bias = self.weight_and_bias()
-        return self.leave(F.linear(self.enter(input), weight, bias))
+        output = F.linear(self.enter(input), weight, bias)
+        return output if self.stays else self.leave(output)
 
 
 class ColumnLinearKVReplicated(ColumnLinear):

@@ -158,6 +158,9 @@ class RouterLogits(ParallelStyle):
     and its gradient is that of one process where gradients are averaged over the ranks (FSDP2, DDP). All ranks have
     the same number of tokens.
 
+    No check of one call covers this: ranks pass tokens of their own, and the gradient is right after the average alone.
+    Pass `check="never"` to `apply_plan`, and call `compare(model, make_original, batch, data_mesh=...)`.
+
     Args:
         outputs: Number of the router's outputs.
         logits: Index of the logits among them.
