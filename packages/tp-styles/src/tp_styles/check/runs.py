@@ -328,9 +328,8 @@ class Run:
                 pre = "pre" in table
                 remaining = [(-1, self.trace.enter), *remaining] if pre else [*remaining, (-1, self.trace.leave)]
             state[table] = remaining, []
-            for (
-                hook
-            ) in hooks.values():  # e.g. lists in a user's hook; FSDP2's take no part, and reach torch's own modules
+            # Lists in a user's hook, for example. FSDP2's take no part, and reach torch's own modules.
+            for hook in hooks.values():
                 for cell in () if is_of_fsdp(hook) else getattr(hook, "__closure__", None) or ():
                     with suppress(ValueError):  # an empty cell
                         _remember(cell.cell_contents, self._objects)
