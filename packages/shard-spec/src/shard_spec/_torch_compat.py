@@ -142,6 +142,12 @@ def memory_of(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def unwatched_detach(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor.detach()`` unseen by modes of functions and of operators, which cost most of its time."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
 @functools.cache
 def engine_references() -> tuple[int, int] | None:
     """Return `references` of a gradient that autograd's engine alone holds while it adds another to it.

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec._torch_compat import engine_references, memory_of, on_every_operator
+from shard_spec._torch_compat import engine_references, memory_of, on_every_operator, unwatched_detach
 from shard_spec.estimate.exchanges import Exchanges, Stages, stages_of, watch_stages
 from shard_spec.estimate.kernels import (
     Autocast,
@@ -323,7 +323,7 @@ class Step(nn.Module):
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if memory_of(tensor) not in flow.weights:  # parameters are counted elsewhere
                 storages[memory_of(tensor)] = weakref.ref(tensor.untyped_storage()), timeline.stage
-            return tensor.detach()  # a result that holds its own node would outlive a branch without backward
+            return unwatched_detach(tensor)  # a result that holds its own node would outlive a branch without backward
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = self.model(*arguments, **named)
@@ -509,7 +509,7 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
     for each in module.modules():
         seen[id(each.__dict__)] = each.__dict__, dict(each.__dict__)
         for name, value in each.__dict__.items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in _INTERNAL:
                 _remember(value, seen)
     try:
         yield
@@ -527,9 +527,13 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
                 container.update(content)
 
 
+_INTERNAL = frozenset(vars(nn.Module()))  # tables of a module, which estimates do not write
+_PLAIN = bool, int, float, str, type(None), torch.dtype, torch.device, FunctionType, functools.partial
+
+
 def _remember(value: Any, seen: dict[int, tuple[Any, Any]]) -> None:
     """Copy a container, and those that it and the attributes of its objects hold, by their ids."""
-    if isinstance(value, nn.Module | type | nn.Parameter) or id(value) in seen:
+    if type(value) in _PLAIN or isinstance(value, nn.Module | type | nn.Parameter) or id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
         if not value.is_meta:
@@ -773,8 +777,8 @@ class _Flow:
                 if (values := self.values.of(args[1])) is not None
                 else self.values.on_host(args[0])
             )
-        on_meta = [each.is_meta for each in tensors]
-        if any(on_meta) and not all(on_meta):
+        num_meta = sum(each.is_meta for each in tensors) if self.values.on_cpu else 0
+        if 0 < num_meta < len(tensors):
             args, kwargs = self.values.beside(args), self.values.beside(kwargs)
             tensors = list(tensors_of((args, kwargs)))
         if operator in _INDEXING:
