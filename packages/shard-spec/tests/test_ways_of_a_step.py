@@ -143,6 +143,17 @@ def test_wrong_options_of_a_step_are_refused(options: dict[str, Any], message: s
             static(Net(), **options)
 
 
+def test_what_a_policy_casts_and_a_mesh_of_one_replica_holds_is_named() -> None:
+    x = torch.zeros(2, 8)
+    plan = FullyShardPlanner({"dp_replicate": 1, "fsdp": 2}, "fsdp").build_plan(Net())
+    for policy in ({"param_dtype": "bfloat16"}, {"reduce_dtype": "bfloat16"}):
+        notes = plan.memory(Net(), x, mp_policy=policy).notes
+        assert [note for note in notes if "casts between the policy's dtypes" in note], policy
+    assert [note for note in plan.memory(Net(), x).notes if note.startswith("dp_replicate: fully_shard on a mesh")]
+    plain = FullyShardPlanner({"fsdp": 2}, "fsdp").build_plan(Net())
+    assert plain.memory(Net(), x).notes == ()
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [

@@ -130,10 +130,12 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
         notes.append("keys of all ranks: a mask for a kernel that is not causal by offset is not counted")
     # A module on meta is planned for an accelerator, and its kernels make no such copies.
     on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
-    if on_cpu and (dtype := policy_of(options)["param_dtype"] or options.get("dtype")):
+    if on_cpu and (dtype := options.get("dtype")):
         on_cpu = [getattr(torch, dtype)]
-    if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
-        notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
+    policy = [getattr(torch, str(dtype)) for dtype in policy_of(options).values() if dtype is not None and on_cpu]
+    if not {torch.bfloat16, torch.float16}.isdisjoint((*on_cpu, *policy)):
+        what = "products, and of casts between the policy's dtypes" if policy else "products"
+        notes.append(f"kernels for bfloat16 and float16 on a CPU copy the operands of {what}; this is a lower bound")
     workspace, formula = (", ".join(sorted(step.flow.inexact[kind])) for kind in ("workspace", "formula"))
     if on_cpu and workspace:
         notes.append(f"not counted: workspace of {workspace} on CPU; this is a lower bound")
@@ -146,6 +148,8 @@ def activations_of(step: Step, module: nn.Module, options: StepOptions) -> Activ
     # Gradients of earlier batches are there, unless `fully_shard` holds them in full until the last one, and so are the
     # views of DDP.
     is_scattered = any(weight.scattered for weight in step.flow.weights.values())
+    if alone := [axis for axis in step.roles.data if is_scattered and step.flow.axes[axis] == 1]:
+        notes.append(f"{alone[0]}: fully_shard on a mesh with it, too, holds the results of reductions longer (HSDP)")
     lasts = options.get("accumulate", 1) > 1 and not (is_scattered and options.get("sync") == "last")
     no_more = lasts or options.get("ddp") == "views"
     local_bytes = Counter(step.ends["inputs"])
@@ -715,7 +719,7 @@ class _Flow:
         self.inexact: dict[str, set[str]] = {"workspace": set(), "formula": set()}
         self.timeline = Timeline()
         self.alive: dict[int, Allocation] = {}  # by memory
-        self._axes = axes
+        self.axes = axes  # name of each mesh axis to its size
         self._cut: dict[int, frozenset[str]] = {}  # memory -> axes
         # (axis, column-sharded weight) -> allocation of its input
         self._sources: dict[tuple[str, str], Allocation | None] = {}
@@ -736,12 +740,12 @@ class _Flow:
         """Return the bytes of a memory on one rank."""
         size = storage.nbytes()
         for axis in self._cut.get(memory, frozenset()):
-            size = -(-size // self._axes[axis])  # rounded up: the fullest rank
+            size = -(-size // self.axes[axis])  # rounded up: the fullest rank
         return size
 
     def bytes_on_rank(self, tensor: torch.Tensor) -> int:
         """Return the bytes of a contiguous copy of ``tensor`` on one rank."""
-        shards = prod(self._axes[axis] for axis in self.axes_of(tensor))
+        shards = prod(self.axes[axis] for axis in self.axes_of(tensor))
         return -(-tensor.numel() * tensor.itemsize // shards)
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
@@ -760,7 +764,7 @@ class _Flow:
                 *(self._cut.get(memory, frozenset()) for memory in memories),
                 *(each.column | each.row | each.ends | each.other for each in weights),
             )
-            flops //= prod(self._axes[axis] for axis in axes)
+            flops //= prod(self.axes[axis] for axis in axes)
             self.timeline.log.append(("flops", (flops, self.timeline.stage)))
         for copy in copies:
             self.timeline.free(copy)
