@@ -18,8 +18,10 @@ import torch
 from imported_first import before_ranks  # noqa: F401  # ranktest calls it
 from ranktest import Ranks
 from shard_spec import FullyShardPlanner, PlanError, ShardingPlan, topology_preset
+from shard_spec.estimate.kernels import Autocast
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 
 @pytest.mark.extra("transformers")
@@ -219,6 +221,57 @@ def test_losses_under_autocast_cast_as_torch_does(device: str) -> None:
         assert peak(loss, lambda t: t) == peak(loss, torch.Tensor.float) > 2 * 4 * 8 * 9, name
 
 
+MATRIX, VECTOR = torch.rand(8, 8) + 8 * torch.eye(8), torch.rand(8)
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    **{
+        f"linalg.{name}": (getattr(torch.linalg, name), (MATRIX,))
+        for name in ("vector_norm", "matrix_norm", "inv", "qr", "svdvals", "eigvals", "matrix_exp", "diagonal", "cond")
+    },
+    "linalg.cholesky": (torch.linalg.cholesky, (MATRIX @ MATRIX.T,)),
+    "linalg.solve": (torch.linalg.solve, (MATRIX, MATRIX)),
+    "linalg.multi_dot": (torch.linalg.multi_dot, ([MATRIX, MATRIX, MATRIX],)),
+    "linalg.matmul": (torch.linalg.matmul, (MATRIX, MATRIX)),
+    "linalg.matrix_power": (torch.linalg.matrix_power, (MATRIX, 2)),
+    "linalg.vecdot": (torch.linalg.vecdot, (MATRIX, MATRIX)),
+    **{f"fft.{name}": (getattr(torch.fft, name), (MATRIX,)) for name in ("fft", "rfft", "hfft", "ifft2", "fftshift")},
+    **{
+        name: (getattr(torch, name), (MATRIX, MATRIX))
+        for name in ("matmul", "mm", "inner", "cdist", "kron", "mul", "atan2")
+    },
+    **{name: (getattr(torch, name), (MATRIX, VECTOR)) for name in ("mv", "dot")},
+    **{
+        name: (getattr(torch, name), (MATRIX,))
+        for name in ("softmax", "cumsum", "prod", "trace", "inverse", "pinverse", "exp", "polar", "view_as_complex")
+    },
+    "reflected": (F.pad, (torch.rand(1, 1, 8, 8), (1, 1, 1, 1), "reflect")),
+    "zeros around": (F.pad, (MATRIX, (1, 1))),
+}
+_MORE = {"softmax": (-1,), "cumsum": (-1,), "prod": (-1,), "polar": (MATRIX,)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autocast_on_a_cpu_casts_as_torch_does(name: str) -> None:
+    """Results of float32 and of bfloat16 have the dtypes of torch's own; a call that torch refuses has an error."""
+    function, args = CALLS[name]
+    args = {"dot": (VECTOR, VECTOR), "view_as_complex": (MATRIX.view(8, 4, 2),)}.get(name, args) + _MORE.get(name, ())
+    dtypes: list[list[str]] = [[], []]  # torch's, ours
+    for dtype in (torch.float32, torch.bfloat16):
+        cast = tree_map_only(torch.Tensor, lambda each: each.to(dtype), args)  # noqa: B023  # called at once
+
+        def result(args: Any) -> str:
+            try:
+                return str(function(*args)[0].dtype if "qr" in name else function(*args).dtype)
+            except (NotImplementedError, RuntimeError):
+                return "an error"
+
+        with torch.autocast("cpu", torch.bfloat16):
+            dtypes[0].append(result(cast))
+        ours, named = Autocast(torch.bfloat16, "cpu").arguments(function.__name__, cast, {})
+        assert named == {}
+        dtypes[1].append(result(ours))
+    assert dtypes[0] == dtypes[1] or name == "pinverse", dtypes  # of pinverse the products within alone are cast
+
+
 def test_parameters_that_no_gradient_reaches_are_named() -> None:
     class Distilled(nn.Module):
         def __init__(self) -> None:
@@ -330,7 +383,9 @@ def test_what_a_forward_stores_is_taken_back() -> None:
             self.layer, self.seen, self.by_name, self.both = nn.Linear(8, 8), [0], {"none": 0}, {0}
             self.last: Any = None
             self.queue, self.ordered, self.nested = deque([0]), OrderedDict(none=0), {"list": [[0]]}
-            self.cache, self.count = SimpleNamespace(keys=None), torch.zeros(1)
+            self.cache, self.count = SimpleNamespace(keys=None), torch.zeros(2)
+            with torch.inference_mode():
+                self.constant = torch.ones(1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.last = self.layer(x)
@@ -342,7 +397,8 @@ def test_what_a_forward_stores_is_taken_back() -> None:
             self.ordered["last"] = self.last
             self.nested["list"][0].append(self.last)
             self.cache.keys = self.last
-            self.count += 1
+            self.count[:1] += 1
+            self.count.view(2, 1)[1:].add_(2)
             total: torch.Tensor = self.last.sum()
             return total
 
@@ -352,7 +408,7 @@ def test_what_a_forward_stores_is_taken_back() -> None:
     assert model.last is None and not hasattr(model, "new")
     assert model.seen is seen == [0] and model.by_name is by_name == {"none": 0} and model.both == {0}
     assert model.queue == deque([0]) and model.ordered == {"none": 0} and model.nested == {"list": [[0]]}
-    assert model.cache.keys is None and model.count.item() == 0
+    assert model.cache.keys is None and model.count.tolist() == [0, 0]
 
 
 def test_two_threads_estimate_one_model_after_another() -> None:

@@ -187,10 +187,10 @@ def live_bytes_of(call: Callable[[], object]) -> int:
     def handle(operator: Any, args: Any, kwargs: Any) -> Any:
         if operator is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
-        given = {memory_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        operands = {memory_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         result = operator(*args, **kwargs)
         for each in result if isinstance(result, list | tuple) else [result]:
-            if not isinstance(each, torch.Tensor) or memory_of(each) in sizes or memory_of(each) in given:
+            if not isinstance(each, torch.Tensor) or memory_of(each) in sizes or memory_of(each) in operands:
                 continue  # a view, or a result in place
             memory, size = memory_of(each), each.untyped_storage().nbytes()
             sizes[memory] = size

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.convert import styles
-from shard_spec.estimate.activations import ONE_AT_A_TIME, ActivationEstimate, Step, activations_of, simulate
+from shard_spec.estimate.activations import ESTIMATE_LOCK, ActivationEstimate, Step, activations_of, simulate
 from shard_spec.estimate.communication import AlphaBetaCostModel, Communication, Topology, communication_of
 from shard_spec.estimate.memory import Memory, memory_of
 from shard_spec.estimate.optimizers import OptimizerLike, choose_optimizer
@@ -164,7 +164,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or a name is not known.
         """
-        with ONE_AT_A_TIME:
+        with ESTIMATE_LOCK:
             resolution = resolve(self, module)
             static = memory_of(resolution, step, optimizer=optimizer, grads=grads, module=module)
             if batch is None:
@@ -194,7 +194,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
-        with ONE_AT_A_TIME:
+        with ESTIMATE_LOCK:
             resolution = resolve(self, module)
             static = memory_of(resolution, step, optimizer=optimizer, module=module)
             run = _simulated(resolution, module, batch, step)
@@ -214,7 +214,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model.
         """
-        with ONE_AT_A_TIME:
+        with ESTIMATE_LOCK:
             return activations_of(_simulated(resolve(self, module), module, batch, step), module, step)
 
     def communication(
@@ -242,7 +242,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: If the plan does not match the model, or its layouts use several meshes.
         """
-        with ONE_AT_A_TIME:
+        with ESTIMATE_LOCK:
             resolution = resolve(self, module)
             run = None if batch is None else _simulated(resolution, module, batch, step)
             choice = choose_optimizer(optimizer, resolution.metadata, module)

@@ -98,9 +98,9 @@ class TPHandle:
                 Problem("already-applied", found="undo() a second time", hint="apply the plan again first")
             )
         elif fsdp_units(self.model) or self._is_sharded_again():  # FSDP2's own tables would hold the shards
-            found = "FSDP2 holds the model's parameters"
+            reason = "FSDP2 holds the model's parameters"
             hint = "undo() before fully_shard(); full_state_dict(model) has the full values, for a model of one process"
-            fault = PlanError(Problem("model-changed", "undo()", found=found, hint=hint))
+            fault = PlanError(Problem("model-changed", "undo()", found=reason, hint=hint))
         self._complete_gradients()
         same = "every rank needs the same parameters in the same places"
         assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=same)

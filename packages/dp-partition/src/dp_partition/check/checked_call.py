@@ -474,9 +474,9 @@ class StepRunner:
             else:
                 result = self.due_call(args, kwargs, self.schedule.is_due())
             if _interrupted:  # ranks may not have seen it alike: neither call goes on
-                found = f"another thread runs a step while {_interrupted[0]} is called: collectives of both would mix"
+                reason = f"another thread runs a step while {_interrupted[0]} is called: collectives of both would mix"
                 hint = "call steps in one thread, or one at a time and in one order on all ranks"
-                raise PlanError(Problem("ranks-diverge", self.name, found=found, hint=hint))
+                raise PlanError(Problem("ranks-diverge", self.name, found=reason, hint=hint))
             return result
         except Exception as error:
             raise_naming_peers(error, self.token, self.mesh, self.subject)

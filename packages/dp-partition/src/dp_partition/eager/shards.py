@@ -570,8 +570,8 @@ def aliased(
         for p, state in optimizer.state.items():
             held += [(x, names[id(p)]) for x in state.values() if id(p) in names and isinstance(x, torch.Tensor)]
     own = {storage_of(x): name for x, name in held if x.layout == torch.strided and x.ndim}
-    known = {id(x) for x, _ in held}
-    others = [x for x in watch.origins if id(x) not in known] + [x for x in reach.tensors if id(x) not in names]
+    held_ids = {id(x) for x, _ in held}
+    others = [x for x in watch.origins if id(x) not in held_ids] + [x for x in reach.tensors if id(x) not in names]
     others = [x for x in (*others, *results) if x.layout == torch.strided and storage_of(x) in own]
     return {own[storage_of(x)]: "a view of it, or of its state, outlives the call" for x in others}
 

@@ -77,11 +77,11 @@ def refuse_write(name: str, written: Any) -> None:
         PlanError: ``parameter-replaced``.
     """
     if any(x in copies for x in pytree.tree_leaves(written) if isinstance(x, torch.Tensor)):
-        found = f"a view of shards is written ({name}){user_line()}, and holds a copy of their rows"
+        reason = f"a view of shards is written ({name}){user_line()}, and holds a copy of their rows"
         hint = "write it within `with step.unsharded():`, which every rank enters"
         if threading.get_ident() in running:
             hint = 'write full tensors, or in call 1, too, which keeps the parameter full; or use style="replicate"'
-        raise PlanError(Problem("parameter-replaced", found=found, hint=hint))
+        raise PlanError(Problem("parameter-replaced", found=reason, hint=hint))
 
 
 def refresh(tensor: torch.Tensor) -> None:
@@ -94,9 +94,9 @@ def refresh(tensor: torch.Tensor) -> None:
         return
     copy = copies[tensor]
     if threading.get_ident() not in running and not is_in_backward():
-        found = f"a view of shards, which were written since it was taken, is read{user_line()}: it has the old values"
+        reason = f"a view of shards, which were written since it was taken, is read{user_line()}: it has the old values"
         hint = "take it again, or take a clone() for the values of that time"
-        raise PlanError(Problem("local-shard-as-full", found=found, hint=hint))
+        raise PlanError(Problem("local-shard-as-full", found=reason, hint=hint))
     for traps in running.get(threading.get_ident(), [])[-1:]:
         traps.meet()
     with torch.no_grad():

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch import nn
@@ -179,7 +179,7 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
 
     Of many blocks that are alike a few run, if the log of the step is that of all of them.
     """
-    with ONE_AT_A_TIME:
+    with ESTIMATE_LOCK:
         repeated = repeated_groups(original_of(module), resolution)
         if repeated:
             with suppress(Exception):  # a step in which all blocks run raises its own error
@@ -191,7 +191,8 @@ def simulate(resolution: Resolution, module: nn.Module, batch: Batch, **options:
         return step
 
 
-ONE_AT_A_TIME = threading.RLock()  # of an estimate: a step puts tensors on meta in the place of the model's own
+# Held by an estimate, since its step puts tensors on meta in the place of the model's own.
+ESTIMATE_LOCK = threading.RLock()
 
 
 def _simulated(
@@ -248,7 +249,7 @@ def _simulated(
     engine_references()  # counted once, outside of the modes below
     with (
         _checkpointed(blocks if checkpointing else []),
-        _attributes_kept(module),
+        _attributes_kept(module, flow.values.written),
         torch.enable_grad(),  # also under the caller's no_grad
         on_every_operator(flow.run),
         _TorchFunctions(flow, autocast, exchanges),
@@ -395,9 +396,9 @@ class Step(nn.Module):
             loss: Any = self._loss(output, self._batch)
             trains = any(parameter.requires_grad for parameter in self.model.parameters())
             if not isinstance(loss, torch.Tensor) or (trains and not loss.requires_grad):
-                found = f"it returned {'a tensor without a gradient' if isinstance(loss, torch.Tensor) else repr(loss)}"
+                result = "a tensor without a gradient" if isinstance(loss, torch.Tensor) else f"{loss!r:.180}"
                 hint = "return the tensor that backward() starts from"
-                raise PlanError(Problem("invalid-argument", "loss", found=found[:200], hint=hint))
+                raise PlanError(Problem("invalid-argument", "loss", found=f"it returned {result}", hint=hint))
             return [loss]
         tokens = self._batch
         loss_by_tokens = self._loss is not None and isinstance(tokens, torch.Tensor)
@@ -431,7 +432,7 @@ class _TorchFunctions(TorchFunctionMode):
         if func in _CONSTANTS and torch.device((kwargs or {}).get("device") or "cpu").type == "meta":
             if func is torch.tensor or not isinstance(args[0], torch.Tensor):
                 return self._flow.values.constant(*args, **(kwargs or {}))
-            args = self._flow.values.beside(args[0]), *args[1:]  # is itself there, without a copy
+            args = self._flow.values.beside(args[0]), *args[1:]  # on a CPU torch hands a tensor on without a copy
         if func is torch.empty and (kwargs or {}).get("pin_memory"):
             return self._flow.values.on_host(func(*args, **{**(kwargs or {}), "pin_memory": False, "device": "meta"}))
         if func is torch.Tensor.to and memory_of(args[0]) in self._flow.values.host:
@@ -507,47 +508,64 @@ def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Take back what forwards store on their modules within this context: it would be on the meta device."""
-    seen: dict[int, tuple[Any, Any]] = {}  # id of a container, or of a tensor that is no parameter, to it and a copy
+def _attributes_kept(module: nn.Module, written: _Written) -> Iterator[None]:
+    """Take back what forwards store or write within this context: stored tensors would be on the meta device.
+
+    Args:
+        module: The model: attributes of its modules, and containers and objects within these, four levels deep.
+        written: Memory that is not on meta, with its content before the first write.
+    """
+    contents: dict[int, tuple[Any, Any]] = {}  # id of a container to it and a copy
     for each in module.modules():
-        seen[id(each.__dict__)] = each.__dict__, dict(each.__dict__)
+        contents[id(each.__dict__)] = each.__dict__, dict(each.__dict__)
         for name, value in each.__dict__.items():
             if name not in _INTERNAL:
-                _remember(value, seen)
+                _copy_containers(value, contents, 4)
     try:
         yield
     finally:
-        for container, content in seen.values():
-            if isinstance(container, torch.Tensor):
-                if container._version != content[0]:
-                    container.detach().copy_(content[1])
-            elif isinstance(container, list | deque):
-                container.clear()
-                container.extend(content)
-            else:  # never empty: another thread may read it
-                for added in set(container) - set(content):
-                    container.pop(added) if isinstance(container, dict) else container.remove(added)
-                container.update(content)
+        for container, content in contents.values():
+            _restore(container, content)
+        for storage, before in written.values():
+            storage.copy_(before)
 
 
 _INTERNAL = frozenset(vars(nn.Module()))  # tables of a module, which estimates do not write
 _PLAIN = bool, int, float, str, type(None), torch.dtype, torch.device, FunctionType, functools.partial
 
 
-def _remember(value: Any, seen: dict[int, tuple[Any, Any]]) -> None:
+def _copy_containers(value: Any, contents: dict[int, tuple[Any, Any]], depth: int) -> None:
     """Copy a container, and those that it and the attributes of its objects hold, by their ids."""
-    if type(value) in _PLAIN or isinstance(value, nn.Module | type | nn.Parameter) or id(value) in seen:
+    if not depth or type(value) in _PLAIN or isinstance(value, nn.Module | type | torch.Tensor):
         return
-    if isinstance(value, torch.Tensor):
-        if not value.is_meta:
-            seen[id(value)] = value, (value._version, value.detach().clone())
-    elif isinstance(value, list | dict | set | deque):
-        seen[id(value)] = value, value.copy()
+    if id(value) in contents:
+        return
+    if isinstance(value, list | dict | set | deque):
+        plain = dict if isinstance(value, dict) else set if isinstance(value, set) else list
+        contents[id(value)] = value, plain(value)
         for item in list(value.values() if isinstance(value, dict) else value):
-            _remember(item, seen)
+            _copy_containers(item, contents, depth - 1)
     elif hasattr(value, "__dict__") and not callable(value):
-        _remember(value.__dict__, seen)
+        _copy_containers(value.__dict__, contents, depth)
+
+
+def _restore(container: Any, content: Any) -> None:
+    """Put back what was added, replaced or removed. A dict or list is never empty: another thread may read it."""
+    if isinstance(container, dict):
+        for added in container.keys() - content.keys():
+            del container[added]
+        for key, value in content.items():
+            if container.get(key, content) is not value:
+                container[key] = value
+    elif isinstance(container, set):
+        container.intersection_update(content)
+        container.update(content)
+    elif list(map(id, container)) != list(map(id, content)):
+        if isinstance(container, list):
+            container[:] = content
+        else:
+            container.clear()
+            container.extend(content)
 
 
 @dataclass(frozen=True)
@@ -574,8 +592,8 @@ def needs_values(error: Exception | None) -> Problem:
     own = [frame for frame in frames if not frame.filename.startswith(library)]
     where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
     if "not on the expected device" in str(error):
-        found = f"the forward makes or keeps a tensor on another device than the model{where}"
-        return Problem("unverified", "batch", found=found, hint="make it with device=x.device, or register a buffer")
+        reason = f"the forward makes or keeps a tensor on another device than the model{where}"
+        return Problem("unverified", "batch", found=reason, hint="make it with device=x.device, or register a buffer")
     cause = f" ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})" if error else ""
     return Problem(
         "unverified",
@@ -583,6 +601,9 @@ def needs_values(error: Exception | None) -> Problem:
         found=f"the forward reads a tensor's value, and shapes have none{where}{cause}",
         hint="measure this model, or estimate it without this line: masks and sizes from integer inputs are followed",
     )
+
+
+_Written: TypeAlias = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]  # by memory: it, and a copy
 
 
 class _Values:
@@ -595,6 +616,7 @@ class _Values:
         self._known = WeakTensorKeyDictionary()  # tensor on meta -> its values, if known
         self.host: set[int] = set()  # memory of tensors moved off the accelerator, which nothing counts
         self.on_cpu = False  # the model is: tensors made in its forward lie beside it
+        self.written: _Written = {}
         self._routes = False  # a choice of experts was made up
         self.reads_routes = False  # and the forward has read values since
 
@@ -617,6 +639,13 @@ class _Values:
             moves = self.on_cpu and not value.is_meta and value.dim() and memory_of(value) not in self.host
             return self.inputs(value) if moves else value
         return mapped(value, self.beside)
+
+    def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy memory that is not on meta, such as a counter of the caller's, before its first write."""
+        for each in tensors:
+            memory, storage = memory_of(each), each.untyped_storage()
+            if not each.is_meta and memory not in self.written and storage.device.type != "meta":
+                self.written[memory] = storage, storage.clone()
 
     def positions(self, indices: Any) -> list[Any]:
         """Return indices of a tensor with masks of known values as positions, whose number is then known."""
@@ -771,6 +800,8 @@ class _Flow:
         return result
 
     def _observe(self, operator: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        if operator._schema.is_mutable:
+            self.values.before_write(tensors)
         if operator is torch.ops.aten._local_scalar_dense.default:  # item(): python code branches on it
             return self.values.read(args[0]).item()
         if operator is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":

@@ -198,19 +198,10 @@ def _laid_out(result: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 _WITH_WORKSPACE = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "multilabel_margin_loss"),
     *("linalg_", "cholesky", "lu_unpack", "_fft_", "_embedding_bag", "_trilinear", "upsample_", "_upsample_"),
-    *(
-        "fractional_max_pool",
-        "masked_scatter",
-        "_euclidean_dist",
-        "index_reduce",
-        "kthvalue",
-        "median",
-        "nanmedian",
-        "nansum",
-        "rrelu",
-    ),
+    *("fractional_max_pool", "masked_scatter", "index_reduce", "kthvalue", "median", "nanmedian", "nansum", "rrelu"),
     *("_euclidean_dist", "var_mean", "std_mean", "scatter_reduce"),  # sums within their formulas
 )
+_WITHOUT_WORKSPACE = {"linalg_vector_norm", "linalg_cross", "linalg_diagonal"}
 # On the meta device their backward is a formula of many results, where kernels on real devices keep fewer.
 _FORMULAS = {
     *(_ATEN.mish.default, _ATEN.prod.default, _ATEN.prod.dim_int, _ATEN.cumprod.default),
@@ -246,7 +237,8 @@ def _is_pointwise(operator: Any) -> bool:
 
 @functools.cache
 def _workspace_of(operator: Any) -> str:
-    return _name_of(operator) if _name_of(operator).startswith(_WITH_WORKSPACE) else ""
+    name = _name_of(operator)
+    return name if name.startswith(_WITH_WORKSPACE) and name not in _WITHOUT_WORKSPACE else ""
 
 
 def counted_formula(operator: Any) -> str:
@@ -266,12 +258,12 @@ _LOWER = {
     "baddbmm",
     "addbmm",
     "einsum",
-    *("tensordot", "inner", "linalg_vecdot"),
+    *("tensordot", "inner"),
+    *("linalg_vecdot", "linalg_matmul", "linalg_multi_dot", "linalg_matrix_power"),
     *(f"conv{kind}{dim}d" for kind in ("", "_transpose") for dim in (1, 2, 3)),
     "scaled_dot_product_attention",
     "prelu",
     "chain_matmul",
-    "multi_dot",
 }
 _VIEWED = {"einsum", "tensordot", "inner"}  # their products get views of weights, whose casts are not kept
 _LOWER_CUDA = {"mv", "addmv", "addr"}
@@ -326,7 +318,13 @@ _FULL_CPU = _LOSSES | {
     *("avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "view_as_complex", "polar", "nanquantile"),
     *("inverse", "pinverse", "cholesky", "cholesky_inverse", "cholesky_solve", "logdet"),
 }
-_FULL_CPU_KINDS = ("fft_", "linalg_")  # of all names that begin so, but for products
+_FULL_CPU |= {
+    f"linalg_{name}"
+    for name in (
+        *("cond", "matrix_rank", "cholesky", "cholesky_ex", "inv", "inv_ex", "tensorinv", "qr", "svd", "svdvals"),
+        *("eig", "eigvals", "eigh", "eigvalsh", "solve", "lstsq", "householder_product"),
+    )
+} | {f"fft_{way}{kind}fft{dims}" for way in ("", "i") for kind in ("", "r", "h") for dims in ("", "2", "n")}
 
 
 class Autocast:
@@ -356,7 +354,7 @@ class Autocast:
             self._weights.clear()
             return args, kwargs
         if (entered or [self.device])[0] == "cpu":
-            lower, full = name in _LOWER, name in _FULL_CPU or name.startswith(_FULL_CPU_KINDS)
+            lower, full = name in _LOWER, name in _FULL_CPU
             full |= name == "pad" and not {"reflect", "replicate"}.isdisjoint((*args[2:3], kwargs.get("mode")))
         else:
             lower, full = name in _LOWER or name in _LOWER_CUDA, name in _FULL_CUDA
@@ -372,10 +370,10 @@ class Autocast:
             is_weight = value.is_leaf and value.requires_grad and value.dtype == torch.float32
             if name in _VIEWED or not is_weight:
                 return value.to(wanted)
-            kept = self._weights.get(memory_of(value))
-            if kept is None:
-                kept = self._weights[memory_of(value)] = value.to(wanted)
-            return kept
+            cast_weight = self._weights.get(memory_of(value))
+            if cast_weight is None:
+                cast_weight = self._weights[memory_of(value)] = value.to(wanted)
+            return cast_weight
 
         named = cast(kwargs)
         return tuple(map(cast, args[::-1]))[::-1], named  # torch casts the last argument first

@@ -125,7 +125,7 @@ class Memory:
             stage_of = [each[mesh.axis_index(estimate.stage_axis)] for each in coordinates]
         sizes = {part: [0] * len(self.ranks) for part in STEP_PARTS}
         fullest: list[tuple[int, str]] = []  # bytes and moment of each stage
-        notes: set[str] = set()
+        assumed: set[str] = set()
         for stage, each in enumerate(by_stage):
             own = [at for at, of in enumerate(stage_of) if of == stage]
             shares, gradients = (each.gathered_bytes, each.loss_bytes), [self.parts["gradients"][at] for at in own]
@@ -133,10 +133,9 @@ class Memory:
             allocated = self._allocated_by_steps(own, foreach)
             if allocated > each.peak_bytes - to_come * max(gradients, default=0):
                 peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
-                kept = (
-                    f"the peak assumes that outputs of forward ({human_bytes(each.output_bytes)}) are freed before it"
-                )
-                notes |= {kept} if 100 * each.output_bytes > max(totals) else set()
+                if 100 * each.output_bytes > max(totals):
+                    size = human_bytes(each.output_bytes)
+                    assumed.add(f"the optimizer's step begins when outputs of forward ({size}) are freed")
             for at, gradient in zip(own, gradients, strict=True):  # the fullest rank's figure on all of the stage
                 more = (-round(to_come * gradient), gradient * buckets)
                 for part, size in zip(STEP_PARTS, (*peak, *more), strict=True):
@@ -148,7 +147,7 @@ class Memory:
             moment=max(fullest, key=lambda each: each[0], default=(0, estimate.moment))[1],
             # Sparse gradients are among the activations of a step.
             notes=(*(note for note in self.notes if "sparse tables" not in note), *estimate.notes),
-            assumptions=(*estimate.assumptions, *sorted(notes)),
+            assumptions=(*estimate.assumptions, *sorted(assumed)),
         )
 
     def _allocated_by_steps(self, places: list[int], foreach: bool) -> int:

@@ -265,8 +265,8 @@ def _of_patterns(rules: Mapping[Any, Any], metadata: ModelMetadata) -> Optimizer
 
 def _state_of_pattern(key: Any, value: Any, metadata: ModelMetadata) -> OptimizerState:
     if isinstance(value, Mapping | torch.optim.Optimizer):  # these have a state for each parameter
-        found, hint = f"a {type(value).__name__}", "give a name, a class or a partial"
-        raise PlanError(Problem("invalid-argument", f"optimizer[{key!r}]", found=found, hint=hint))
+        kind, hint = f"a {type(value).__name__}", "give a name, a class or a partial"
+        raise PlanError(Problem("invalid-argument", f"optimizer[{key!r}]", found=kind, hint=hint))
     return choose_optimizer(value, metadata, None).default
 
 
@@ -279,8 +279,8 @@ def _of_instance(optimizer: torch.optim.Optimizer, metadata: ModelMetadata, modu
     owners = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
     states = []
     for group in optimizer.param_groups:
-        given = {key: value for key, value in group.items() if takes_all or key in accepted}
-        options = {key: value for key, value in (own | given).items() if key != "params"}
+        of_group = {key: value for key, value in group.items() if takes_all or key in accepted}
+        options = {key: value for key, value in (own | of_group).items() if key != "params"}
         states.append(OptimizerState(kind.__name__, factory=functools.partial(kind, **options)))
     named = module.named_parameters() if isinstance(module, nn.Module) else ()
     names = {name: id(each) for name, each in named}
@@ -320,8 +320,8 @@ def _stepped(factory: Callable[[list[nn.Parameter]], Any], tensors: Sequence[tup
         live_bytes_of(optimizer.step)
     except Exception as error:  # another library's code
         line = (str(error).splitlines() or [""])[0][:200]
-        found = f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}"
-        raise PlanError(Problem("unverified", "optimizer", found=found, hint=_NO_SHAPES)) from error
+        reason = f"an optimizer that cannot step on shapes alone: {type(error).__name__}: {line}"
+        raise PlanError(Problem("unverified", "optimizer", found=reason, hint=_NO_SHAPES)) from error
     return optimizer
 
 
@@ -339,8 +339,8 @@ def _measured_state(factory: Callable[[list[nn.Parameter]], Any], local: Shape, 
     states = _stepped(factory, [(local, dtype)]).state.values()
     state = [each for values in states for each in tensors_of(values)]  # of lists and dicts too, as Shampoo keeps
     if local != full and any(each.shape != local and each.numel() > 1 for each in state):
-        found = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
-        raise PlanError(Problem("unverified", "optimizer", found=found, hint=_NO_SHAPES))
+        reason = f"state of other shapes than the parameter's, which is {list(full)} in shards of {list(local)}"
+        raise PlanError(Problem("unverified", "optimizer", found=reason, hint=_NO_SHAPES))
     return sum(each.nbytes for each in state)
 
 

@@ -136,10 +136,7 @@ def check_options(options: StepOptions) -> None:
             for name, given in names_given
         ),
         (
-            # Torch's own take an output and its targets.
-            not (loss is None or loss in LOSSES if isinstance(loss, str | None) else callable(loss))
-            or getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", "")
-            == "torch.nn.modules.loss",
+            not _is_loss(loss),
             "loss",
             loss,
             f"one of {', '.join(map(repr, LOSSES))}, a function loss(output, batch), or None",
@@ -192,6 +189,14 @@ def check_options(options: StepOptions) -> None:
             )
         )
     raise_problems(problems)
+
+
+def _is_loss(loss: Any) -> bool:
+    """Return True for a name, None, or a function; torch's own losses take an output and its targets."""
+    if loss is None or isinstance(loss, str):
+        return loss is None or loss in LOSSES
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    return callable(loss) and getattr(kind, "__module__", "") != "torch.nn.modules.loss"
 
 
 def check_effects(options: StepOptions, *, shards: bool, replicates: bool) -> None:
@@ -391,9 +396,7 @@ class FullyShard:
     ) -> None:
         self._schedule = schedule
         self._units = {name: (sizes, parameters[name], model.get_submodule(name)) for name, sizes in units.items()}
-        self._recomputed: list[
-            str
-        ] = []  # units that are gathered for backward and run forward again, the last one inside
+        self._recomputed: list[str] = []  # units gathered for backward whose forward runs again, the innermost last
         self._allocate = allocate
         self._full: dict[str, torch.Tensor] = {}  # parameters by unit
         self._held: dict[str, torch.Tensor] = {}  # gradients of earlier batches by unit
