@@ -134,8 +134,8 @@ class Memory:
             if allocated > each.peak_bytes - to_come * max(gradients, default=0):
                 peak, moment, to_come = (0, 0, 0, allocated), "optimizer", 0.0
                 if 100 * each.output_bytes > max(totals):
-                    size = human_bytes(each.output_bytes)
-                    assumed.add(f"the optimizer's step begins when outputs of forward ({size}) are freed")
+                    output = human_bytes(each.output_bytes)
+                    assumed.add(f"the optimizer's step begins when outputs of forward ({output}) are freed")
             for at, gradient in zip(own, gradients, strict=True):  # the fullest rank's figure on all of the stage
                 more = (-round(to_come * gradient), gradient * buckets)
                 for part, size in zip(STEP_PARTS, (*peak, *more), strict=True):
